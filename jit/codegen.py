@@ -1,0 +1,154 @@
+"""From a row program to the C++ unit that binds it: pure text, for the `cuda` and the `cpu` route alike.
+
+The unit says which stages make up the program and which operand each of them takes; everything else
+is in `csrc/`. A dataclass `Affine(offset=1.0, round_norm=False)` whose weight is bfloat16 becomes
+
+    struct Map0Options {
+      using Input = bf16;                       // dtype of the program's first operand
+      static constexpr float kOffset = 0x1p+0f;  // every field of the dataclass that names no operand
+      static constexpr bool kRoundNorm = false;
+    };
+    using Map0 = Affine<Map0Options, bf16>;     // the dataclass's name, its operands' dtypes
+
+and is filled with its operands (references, in the order of `stage.operands()`) and then its run-time
+scalars. A new stage needs a dataclass in `program.py` and a struct in `csrc/flashnorm/stages.cuh`; this
+file learns nothing about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, Literal
+
+from ..program import Operand, RowProgram, Stage
+
+Route = Literal["cuda", "cpu"]
+
+CPP_TYPES = {
+    "float32": "float",
+    "float16": "f16",
+    "bfloat16": "bf16",
+}
+
+# What a route includes; each defines flashnorm::launch_rows(program, operands, enable_pdl).
+HEADERS: dict[Route, str] = {
+    "cuda": "flashnorm/ffi/launch.h",
+    "cpu": "flashnorm/cpu/launch.h",
+}
+
+_REFERENCES = {"row": "row", "vec": "row", "per_row": "per_row", "scalar": "scalar"}
+
+
+def _constant(value: Any) -> tuple[str, str]:
+    """The C++ type and literal of a dataclass field."""
+    if isinstance(value, bool):
+        return "bool", "true" if value else "false"
+    if isinstance(value, int):
+        return "int", str(value)
+    if isinstance(value, float):
+        return "float", f"{value.hex()}f"  # hexadecimal: exact
+    if isinstance(value, str):
+        return "char", f'"{value}"'
+    raise TypeError(f"a stage field of type {type(value).__name__} has no C++ form")
+
+
+def _options(name: str, stage: Stage, input_type: str) -> list[str]:
+    own = {operand.name for operand in stage.operands()}
+    lines = [f"struct {name}Options {{", f"  using Input = {input_type};"]
+    for field in fields(stage):
+        value = getattr(stage, field.name)
+        if value in own:
+            continue  # it says where a result goes; the operand list has said so already
+        ctype, literal = _constant(value)
+        pascal = "".join(part.capitalize() for part in field.name.split("_"))
+        array = "[]" if ctype == "char" else ""
+        lines.append(f"  static constexpr {ctype} k{pascal}{array} = {literal};")
+    return [*lines, "};"]
+
+
+class _Unit:
+    def __init__(self, program: RowProgram, dtypes: tuple[str, ...]) -> None:
+        self.operands = program.operands()
+        if len(dtypes) != len(self.operands):
+            raise ValueError(f"{len(dtypes)} dtypes for {len(self.operands)} operands")
+        self.index = {operand.name: i for i, operand in enumerate(self.operands)}
+        self.types = {operand.name: CPP_TYPES[dtype] for operand, dtype in zip(self.operands, dtypes, strict=True)}
+        self.input_type = self.types[self.operands[0].name]
+        self.lines: list[str] = []
+
+    def stage(self, name: str, stage: Stage) -> str:
+        """Defines the stage's type `name`; returns its initialiser."""
+        own = stage.operands()
+        self.lines += _options(name, stage, self.input_type)
+        arguments = ", ".join([f"{name}Options", *(self.types[operand.name] for operand in own)])
+        self.lines += [f"using {name} = {type(stage).__name__}<{arguments}>;", ""]
+        return "{" + ", ".join([*map(self._reference, own), *(f"float({s})" for s in stage.scalars())]) + "}"
+
+    def chain(self, name: str, stages: tuple[Stage, ...]) -> tuple[str, str]:
+        """The type and initialiser of several stages in a row."""
+        names = [f"{name}{i}" for i in range(len(stages))]
+        init = "{}"
+        for initialiser in reversed([self.stage(n, s) for n, s in zip(names, stages, strict=True)]):
+            init = f"{{{initialiser}, {init}}}"
+        return f"Chain<{', '.join(names)}>", init
+
+    def _reference(self, operand: Operand) -> str:
+        const = "" if operand.written else "const "
+        kind = _REFERENCES[operand.kind]
+        return f"operands.{kind}<{const}{self.types[operand.name]}>({self.index[operand.name]})"
+
+
+def unit(program: RowProgram, dtypes: tuple[str, ...], route: Route) -> str:
+    """The source text of a unit that exports `launch(*scalars, enable_pdl, *operands)`.
+
+    Args:
+        program: what is computed.
+        dtypes: one dtype name for each of `program.operands()`, in that order.
+        route: whose kernel is launched.
+
+    Raises:
+        KeyError: a dtype that no C++ type stands for.
+        ValueError: not as many dtypes as operands.
+    """
+    out = _Unit(program, dtypes)
+    members = {
+        "load": ("Load", out.stage("Load", program.load)),
+        "stats": ("Stats", out.stage("Stats", program.stats)),
+        "maps": out.chain("Map", program.maps),
+        "saves": out.chain("Save", program.saves),
+        "store": ("Store", out.stage("Store", program.store)),
+    }
+    names = [operand.name for operand in out.operands]
+    parameters = [*(f"double {name}" for name in program.scalars()), "bool enable_pdl"]
+    parameters += [f"TensorView {name}" for name in names]
+    return "\n".join(
+        [
+            f"// Generated from {program!r}",
+            f'#include "{HEADERS[route]}"',
+            "",
+            "#include <tvm/ffi/function.h>",
+            "",
+            "namespace {",
+            "",
+            "using namespace flashnorm;",
+            "",
+            *out.lines,
+            "struct Program {",
+            *(f"  {ctype} {member};" for member, (ctype, _) in members.items()),
+            "};",
+            "",
+            f"void launch({', '.join(parameters)}) {{",
+            f"  const TensorView tensors[] = {{{', '.join(names)}}};",
+            f"  Operands operands(tensors, {len(names)});",
+            "  const Program program{",
+            *(f"      {init},  // {member}" for member, (_, init) in members.items()),
+            "  };",
+            "  launch_rows(program, operands, enable_pdl);",
+            "}",
+            "",
+            "}  // namespace",
+            "",
+            "TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch, launch)",
+            "",
+        ]
+    )
