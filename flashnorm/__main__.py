@@ -1,0 +1,41 @@
+"""The command line: `python -m flashnorm doctor | verify | explain`.
+
+Exit codes: 0 all is well, 1 something failed or nothing serves, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+COMMANDS = {
+    "doctor": ("flashnorm.doctor", "what this machine has, and which route serves each operator"),
+    "verify": ("flashnorm.verify", "every operator on every route here, against fp64"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses a command line and runs it; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="flashnorm", description="Normalisation kernels with the same bits everywhere.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, (module, summary) in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary)
+        sub.add_argument("--json", action="store_true", help="print JSON")
+        importlib.import_module(module).add_arguments(sub)
+    arguments = parser.parse_args(argv)
+    module = importlib.import_module(COMMANDS[arguments.command][0])
+    return int(module.run(arguments))
+
+
+def print_json(value: Any) -> None:
+    """Prints plain data the way scripts read it."""
+    json.dump(value, sys.stdout, indent=2)
+    print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Questions a program may ask about flashnorm itself: `explain` and `capabilities`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from flashnorm.config import settings
+from flashnorm.core import device as devices
+from flashnorm.core import dispatch, plan
+from flashnorm.core.op import OPS
+from flashnorm.core.tools import tools
+
+FORMATS = {"e4m3": 89, "e5m2": 89, "e2m1": 100, "ue8m0": 100}  # the first sm with conversion instructions
+
+
+def explain(op: str, *tensors: Any, **options: Any) -> dispatch.Explanation:
+    """Which route would serve a call, and why every other one would not; nothing is built or launched.
+
+    Args:
+        op: a public operator's name, such as "rmsnorm".
+        tensors: the call's arguments, as that operator takes them.
+        options: its keyword arguments.
+
+    Returns:
+        A frozen Explanation(op, route, reasons); its `str` is a table.
+
+    Raises:
+        ValueError: for an unknown operator, or an unknown FLASHNORM_BACKEND.
+        TypeError: where the arguments do not fit the operator's signature.
+    """
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(sorted(OPS))}, got {op!r}")
+    import flashnorm
+
+    bound = inspect.signature(getattr(flashnorm, op)).bind_partial(*tensors, **options)
+    first = next((value for value in bound.arguments.values() if isinstance(value, torch.Tensor)), None)
+    if first is None:
+        raise TypeError(f"{op}: explain needs at least one tensor")
+    return plan.explain(OPS[op], devices.facts(first.device))
+
+
+def capabilities(device: torch.device | str | None = None) -> dict[str, Any]:
+    """What flashnorm can do on a device. Never raises for a device that is there, never initialises CUDA for a CPU one.
+
+    Returns:
+        "device"; "capability" ((major, minor), or None); "dsl" (the CuTe DSL's version, or why it cannot serve);
+        "routes" (operator -> route, or None); "formats" (encoding -> "native" or "emulated").
+    """
+    from flashnorm.jit import toolchain
+
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
+    facts = devices.facts(where)
+    dsl = toolchain.find_dsl()
+    return {
+        "device": str(where),
+        "capability": facts.capability,
+        "dsl": str(dsl) if isinstance(dsl, toolchain.Missing) else dsl.version,
+        "routes": {name: explanation.route for name, explanation in routes(facts).items()},
+        "formats": formats(facts),
+    }
+
+
+def formats(facts: devices.DeviceFacts) -> dict[str, str]:
+    """"native" where the device converts to an encoding by an instruction, else "emulated" (the same bytes)."""
+    return {
+        name: "native" if facts.kind == "cuda" and facts.sm >= first else "emulated" for name, first in FORMATS.items()
+    }
+
+
+def routes(facts: devices.DeviceFacts, have: dispatch.Tools | None = None) -> dict[str, dispatch.Explanation]:
+    """The dispatcher's answer for every operator on a device, which need not be here."""
+    forced = dispatch.forced_route(settings.backend, settings.use_cuda_norm)
+    have = tools() if have is None else have
+    return {name: dispatch.choose(name, op.routes, facts, have, forced) for name, op in sorted(OPS.items())}

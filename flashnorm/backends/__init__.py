@@ -1,0 +1,18 @@
+"""Backends: each turns a variant into a loaded kernel. One contract, `build(variant, target) -> launch`.
+
+`launch(*scalars, enable_pdl, *operands)` takes the operands of `variant.program.operands()` in that order,
+normalised as `flashnorm.program.Variant` says, and runs on their device and its current stream.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from flashnorm.program import Variant
+
+
+def builder(route: str) -> Callable[[Variant, str], Callable[..., Any]]:
+    """The build function of a route; imported on first use, since a route may bring a compiler along."""
+    return importlib.import_module(f"flashnorm.backends.{route}").build  # type: ignore[no-any-return]

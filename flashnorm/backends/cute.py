@@ -1,0 +1,112 @@
+"""The `cute` route: kernels in CuTe DSL, compiled once and then loaded without the DSL.
+
+Importing this module, asking for a spec and loading a published artefact import no DSL; only compiling does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flashnorm.jit import ArtifactSpec, LoadError, source_hash
+from flashnorm.jit.dsl import Dsl, find_dsl
+from flashnorm.jit.env import BuildError, Missing
+from flashnorm.jit.link import find_linker, link_object, load_linked
+from flashnorm.jit.spec import ENTRY_POINT, safe_name
+from flashnorm.jit.toolchain import find_tvm_ffi
+from flashnorm.kernels.tile import plans_for, sm_of
+from flashnorm.program import Variant
+
+_ROOT = Path(__file__).resolve().parents[1]
+_SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+@functools.cache
+def _sources() -> str:
+    return source_hash(_ROOT / "kernels", _ROOT / "program.py")
+
+
+def _dsl() -> Dsl:
+    dsl = find_dsl()
+    if isinstance(dsl, Missing):
+        raise BuildError(dsl.reason)
+    return dsl
+
+
+def spec(variant: Variant, target: str) -> ArtifactSpec:
+    """The artefact of a variant for an architecture such as "sm_90a".
+
+    Raises:
+        BuildError: the DSL or TVM-FFI is not installed, or cannot target the architecture.
+    """
+    dsl, ffi, linker = _dsl(), find_tvm_ffi(), find_linker()
+    reason = dsl.reason_untargeted(target)
+    if reason is not None:
+        raise BuildError(reason)
+    if isinstance(ffi, Missing):
+        raise BuildError(ffi.reason)
+    plans = plans_for(variant, target)
+
+    def build(folder: Path) -> None:
+        from flashnorm.kernels.compile import compile_variant
+
+        compile_variant(variant, target, plans=plans).export(folder / "kernel.o")
+        # Without a linker, or on a machine without the runtime, the object itself is published.
+        if linker and dsl.runtime is not None:
+            link_object(folder, linker, dsl, ffi)
+
+    program = variant.program
+    stages = "_".join(type(stage).__name__ for stage in (program.load, program.stats, *program.maps))
+    dtypes = "_".join(dict.fromkeys(_SHORT.get(d, d) for d in variant.dtypes))
+    return ArtifactSpec(
+        name=safe_name("cute", stages, dtypes, variant.hidden_size, target),
+        key={
+            "route": "cute",
+            "variant": repr(variant),
+            "plans": repr(plans),
+            "arch": target,
+            "sources": _sources(),
+            "tvm_ffi": ffi.version,
+            "dsl": dsl.version,
+        },
+        toolchain={"linker": linker.identity if linker else "none", "toolkit": dsl.toolkit},
+        builder=build,
+        loader=load,
+    )
+
+
+def load(folder: Path) -> Callable[..., Any]:
+    """The launch function of a published folder; an object that nobody linked is loaded by the DSL."""
+    if (folder / "kernel.so").is_file():
+        return load_linked(folder)
+    if not (folder / "kernel.o").is_file():
+        raise LoadError(f"{folder} has neither kernel.so nor kernel.o")
+    from cutlass.cute import runtime
+
+    module = runtime.load_module(str(folder / "kernel.o"), enable_tvm_ffi=True)
+    return module[ENTRY_POINT] if hasattr(module, "__getitem__") else getattr(module, ENTRY_POINT)
+
+
+def build(variant: Variant, target: str) -> Callable[..., Any]:
+    """`launch(*scalars, enable_pdl, *operands)` for an architecture, built if it is not there.
+
+    Args:
+        variant: what to compute.
+        target: the architecture, e.g. "sm_90a".
+
+    Raises:
+        BuildError, MissingArtifact, LoadError: as `ArtifactSpec.build_and_load` says.
+    """
+    return spec(variant, target).build_and_load()
+
+
+def reason_unserved(variant: Variant, target: str) -> str | None:
+    """Why this route has no kernel for a variant, or None; imports no DSL."""
+    unknown = sorted(set(variant.dtypes) - set(_SHORT))
+    if unknown:
+        return f"no CuTe kernel for {', '.join(unknown)}"
+    if sm_of(target) < 80:
+        return f"CuTe kernels need sm_80 or newer, not {target}"
+    return None

@@ -1,0 +1,245 @@
+"""An operator, declared once: everything else about it is derived from its program's operands.
+
+From an `Op` follow its torch.library schema with mutation annotations, the fake and autograd kernels,
+the warm call, the checks, the plans of every route, the inputs of its tests and the bytes of its
+roofline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flashnorm.core import checks, dispatch, fastpath, plan
+from flashnorm.program import Operand, RowProgram
+
+OPS: dict[str, Op] = {}  # the public operators, by name
+MAX_PLANS = 16_384  # keys of the warm path; past it all are forgotten and made again from loaded kernels
+NUMERICS = {
+    "flashinfer": "flashinfer",
+    "hf-llama": "hf-llama",
+    "vllm": "hf-llama",
+    "hf-gemma": "hf-gemma",
+    "torch": "hf-gemma",
+    "cake": "hf-gemma",
+}
+
+_library = torch.library.Library("flashnorm", "DEF")
+
+
+class Op:
+    """One operator.
+
+    Attributes:
+        name: in `torch.ops.flashnorm`, in `explain`, in every error text.
+        program: (names of the operands present, options) -> the program of that call.
+        operands: of the program with everything present; the order of the tensors everywhere.
+        scalars: names of the run-time fp32 values.
+        options: accepted values of each compile-time choice, with what each stands for.
+        optional: operands a call may leave out.
+        reference: the formula in plain PyTorch, and the `torch` route.
+        routes: that the operator has.
+        broadcast_vecs: a vector may be given per head or per row.
+        labels: what users call an operand, where that differs.
+        functional: the operator that computes the same into new tensors, each `like` an operand that this
+            one overwrites. Compilers get that one: they have been seen to drop a clone and hand one tensor
+            in twice where two arguments are mutated.
+        public: stands in `OPS`, as a public function of the package does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        program: Callable[[frozenset[str], Mapping[str, Any]], RowProgram],
+        reference: Callable[..., None],
+        options: Mapping[str, Mapping[str, Any]],
+        optional: Sequence[str] = (),
+        routes: tuple[str, ...] = dispatch.ROUTES,
+        broadcast_vecs: bool = False,
+        labels: Mapping[str, str] | None = None,
+        functional: Op | None = None,
+        public: bool = True,
+    ) -> None:
+        self.name = name
+        self.program = program
+        self.reference = reference
+        self.options = options
+        self.optional = tuple(optional)
+        self.routes = routes
+        self.broadcast_vecs = broadcast_vecs
+        self.labels = {"x": "input", **(labels or {})}
+        self.functional = functional
+        full = program(_Everything(), {key: next(iter(values)) for key, values in options.items()})
+        self.operands: tuple[Operand, ...] = full.operands()
+        self.scalars = full.scalars()
+        self._index = {o.name: i for i, o in enumerate(self.operands)}
+        self.plans: dict[Any, plan.Plan] = {}
+        self._define()
+        self.call = fastpath.generate(self)
+        if public:
+            OPS[name] = self
+
+    # -------------------------------------------------------------- what the declaration implies
+    def index(self, name: str) -> int:
+        return self._index[name]
+
+    def label(self, operand: Operand) -> str:
+        return self.labels.get(operand.name, operand.name)
+
+    def may_alias(self, written: str, other: str) -> bool:
+        """Whether an output may be that very input: each element is read before it is written, by one thread."""
+        out = self.operands[self.index(written)]
+        return out.like == other and out.mode == "out" and out.kind == "row"
+
+    def bytes_moved(self, tensors: Sequence[torch.Tensor | None]) -> int:
+        """Bytes that must cross memory: what is read once, what is written once."""
+        return sum(
+            t.numel() * t.element_size() * (2 if o.mode == "inout" else 1)
+            for o, t in zip(self.operands, tensors, strict=True)
+            if t is not None
+        )
+
+    def schema(self) -> str:
+        """Arguments without defaults: the dispatcher would drop trailing ones that equal them."""
+        parts = []
+        for i, o in enumerate(self.operands):
+            alias = f"({chr(97 + i)}!)" if o.written else ""
+            parts.append(f"Tensor{alias}{'?' if o.name in self.optional else ''} {o.name}")
+        parts += [f"float {s}" for s in self.scalars] + [f"str {key}" for key in self.options] + ["bool enable_pdl"]
+        return f"{self.name}({', '.join(parts)}) -> ()"
+
+    # -------------------------------------------------------------- calls
+    def checked(self, *args: Any) -> Any:
+        """The cold call: validates everything, allocates what is missing, then launches or asks the dispatcher."""
+        tensors, scalars, options, enable_pdl = self._validate(args)
+        if self._needs_dispatcher(tensors):
+            self.overload(*tensors, *scalars, *options.values(), enable_pdl)
+        else:
+            self._execute(tensors, scalars, options, enable_pdl, key_options=args[self._first_option : -1])
+        return self._result(tensors)
+
+    def traced(self, *args: Any) -> Any:
+        """The call under a compiler: the same checks on shapes, then the registered operator."""
+        tensors, scalars, options, enable_pdl = self._validate(args)
+        if self.functional is None:
+            self.overload(*tensors, *scalars, *options.values(), enable_pdl)
+            return self._result(tensors)
+        mine = dict(zip((o.name for o in self.operands), tensors, strict=True))
+        new = {o.name: torch.empty_like(mine[o.like]) for o in self.functional.operands if o.mode == "out" and o.like}
+        given = [new[o.name] if o.name in new else mine[o.name] for o in self.functional.operands]
+        self.functional.overload(*given, *scalars, *options.values(), enable_pdl)
+        for o in self.functional.operands:
+            if o.name in new and o.like:
+                mine[o.like].copy_(new[o.name])
+        return self._result(tensors)
+
+    def empty(self, name: str, x: Any) -> torch.Tensor:
+        """An output that a caller asks for by a flag."""
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{self.name}: {self.label(self.operands[0])} must be a torch.Tensor, got {type(x).__name__}")
+        operand = self.operands[self.index(name)]
+        shape = x.shape[:-1] if operand.kind == "per_row" else x.shape
+        dtype = x.dtype if operand.dtype is None else getattr(torch, operand.dtype)
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    @property
+    def _first_option(self) -> int:
+        return len(self.operands) + len(self.scalars)
+
+    def _validate(self, args: Sequence[Any]) -> tuple[list[Any], list[float], dict[str, Any], bool]:
+        count = len(self.operands)
+        tensors = list(args[:count])
+        checks.check_tensors(self, tensors)
+        scalars = [checks.check_scalar(self, n, v) for n, v in zip(self.scalars, args[count:], strict=False)]
+        options = {
+            key: checks.check_option(self, key, value)
+            for key, value in zip(self.options, args[self._first_option : -1], strict=True)
+        }
+        pdl = args[-1]
+        if pdl is not None and not isinstance(pdl, bool):
+            raise ValueError(f"{self.name}: enable_pdl must be None, True or False, got {pdl!r}")
+        for i, operand in enumerate(self.operands):
+            if tensors[i] is None and operand.mode == "out" and operand.name not in self.optional:
+                tensors[i] = torch.empty_like(tensors[self.index(operand.like or self.operands[0].name)])
+        return tensors, scalars, options, pdl is None or pdl
+
+    def _result(self, tensors: Sequence[Any]) -> Any:
+        """What the call returns: its output, or a tuple of them in operand order, or None."""
+        made = [t for o, t in zip(self.operands, tensors, strict=True) if o.mode == "out" and o.name not in self.optional]
+        return (made[0] if len(made) == 1 else tuple(made)) if made else None
+
+    def _needs_dispatcher(self, tensors: Sequence[Any]) -> bool:
+        """Whether torch must see the call: a subclass, a mode, functorch, a profiler, or a gradient."""
+        present = [t for t in tensors if t is not None]
+        return bool(
+            any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in present)
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._len_torch_function_stack()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch._C._autograd._profiler_enabled()
+            or (torch.is_grad_enabled() and any(t.requires_grad for t in present))
+            or any(t.device.type == "meta" for t in present)
+        )
+
+    def _execute(
+        self, tensors: Sequence[Any], scalars: Sequence[float], options: dict[str, Any], pdl: bool, key_options: Any = None
+    ) -> None:
+        tensors = [t if t is None or not t.is_neg() else t.resolve_neg() for t in tensors]
+        checks.check_memory(self, tensors)
+        made = plan.make_plan(self, tensors, options)
+        if made.direct and key_options is not None:
+            if len(self.plans) >= MAX_PLANS:
+                self.plans.clear()
+            self.plans[self._key(tensors, key_options)] = made
+        called = [t for o, t in zip(self.operands, tensors, strict=True) if t is not None or o.mode != "out"]
+        made.launch(*scalars, pdl, *called)
+        for operand, tensor in zip(self.operands, tensors, strict=True):
+            if operand.written:
+                fastpath.bump_version(tensor)
+
+    def _key(self, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
+        """The warm path's key, as `fastpath` spells it."""
+        pointers = 0
+        for t in tensors:
+            pointers |= 0 if t is None else t.data_ptr()
+        per_tensor = (None if t is None else (t.__class__, t.dtype, t.shape, t.stride(), t.get_device()) for t in tensors)
+        return (*(options or (None,)), dispatch.forced_here(), pointers & 15, *per_tensor)
+
+    # -------------------------------------------------------------- torch.library
+    def _define(self) -> None:
+        _library.define(self.schema())
+        _library.impl(self.name, self._kernel, "CompositeExplicitAutograd")
+        _library.impl(self.name, self._autograd, "Autograd")
+        torch.library.register_fake(f"flashnorm::{self.name}", _fake, lib=_library)
+        self.overload = getattr(torch.ops.flashnorm, self.name).default
+
+    def _kernel(self, *args: Any) -> None:
+        """What the dispatcher calls, with every argument resolved."""
+        tensors, scalars, options, pdl = self._validate(args)
+        self._execute(tensors, scalars, options, pdl)
+
+    def _autograd(self, *args: Any) -> None:
+        """Raises where a gradient would be lost; below it, nothing records."""
+        if torch.is_grad_enabled():
+            for operand, tensor in zip(self.operands, args, strict=False):
+                if tensor is not None and tensor.requires_grad:
+                    raise RuntimeError(
+                        f"{self.name}: {self.label(operand)} requires grad, but this operator records no gradient; "
+                        "call it under torch.no_grad(), or on detached tensors"
+                    )
+        with torch._C._AutoDispatchBelowAutograd():
+            self.overload(*args)
+
+
+class _Everything(frozenset):  # type: ignore[type-arg]
+    """The set of all operand names."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def _fake(*_: Any) -> None:
+    """Operators return nothing: they write into what they are given."""
