@@ -1,0 +1,158 @@
+// From the tensors of a call to the references that stages hold; host code, the same for every C++ route.
+//
+// Python has validated a call before it comes here, with better texts. What is checked again is what
+// memory safety hangs on: element types, shapes, unit stride, devices.
+#pragma once
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include "../vec.cuh"
+
+namespace flashnorm {
+
+using tvm::ffi::TensorView;
+
+template <class T>
+struct ElementType;
+template <>
+struct ElementType<float> {
+  static constexpr DLDataType value{kDLFloat, 32, 1};
+};
+template <>
+struct ElementType<f16> {
+  static constexpr DLDataType value{kDLFloat, 16, 1};
+};
+template <>
+struct ElementType<bf16> {
+  static constexpr DLDataType value{kDLBfloat, 16, 1};
+};
+
+constexpr int64_t kMaxHiddenSize = 262144;
+
+// The operands of one call, in program order. The first is a "row" operand and sets the row grid:
+// [M, H] is M rows of one outer row, [A, B, H] is A outer rows of B inner ones.
+class Operands {
+ public:
+  Operands(const TensorView* tensors, int count) : tensors_(tensors) {
+    const TensorView& first = tensors[0];
+    if (first.ndim() != 2 && first.ndim() != 3) {
+      TVM_FFI_THROW(ValueError) << "operand 0 has " << first.ndim() << " dimensions, expected [M, H] or [A, B, H]";
+    }
+    rank_ = first.ndim() - 1;
+    outer_ = rank_ == 2 ? first.size(0) : 1;
+    inner_ = first.size(rank_ - 1);
+    const int64_t hidden_size = first.size(rank_);
+    if (hidden_size < 1 || hidden_size > kMaxHiddenSize) {
+      TVM_FFI_THROW(ValueError) << "rows of " << hidden_size << " elements, expected 1 to " << kMaxHiddenSize;
+    }
+    hidden_size_ = int(hidden_size);
+    for (int i = 1; i < count; ++i) {
+      const DLDevice other = tensors[i].device();
+      if (other.device_type != device().device_type || other.device_id != device().device_id) {
+        TVM_FFI_THROW(ValueError) << "operand " << i << " is on another device than operand 0";
+      }
+    }
+    width_ = kGroup;
+    while (hidden_size_ % width_ != 0) width_ /= 2;
+  }
+
+  int64_t outer() const { return outer_; }
+  int64_t inner() const { return inner_; }
+  int64_t rows() const { return outer_ * inner_; }
+  int hidden_size() const { return hidden_size_; }
+  DLDevice device() const { return tensors_[0].device(); }
+
+  // Elements that may be accessed at once in every operand bound so far: 8 (whole groups, in accesses of
+  // up to 16 bytes), 4, 2 or 1. It divides H.
+  int width() const { return width_; }
+
+  // A "row" operand, or a "vec" one: [H], or rows of its own.
+  template <class T>
+  RowRef<T> row(int index) {
+    using Element = std::remove_const_t<T>;
+    const TensorView& t = checked<Element>(index);
+    const int last = t.ndim() - 1;
+    if (last != rank_ && last != 0) shape_error(index);
+    if (t.size(last) != hidden_size_ || (hidden_size_ > 1 && t.stride(last) != 1)) shape_error(index);
+    RowRef<T> ref{pointer<T>(t), 0, 0};
+    if (last == rank_) set_strides(ref, t, index);
+    narrow_width(ref.ptr, ref.outer_stride, ref.inner_stride);
+    return ref;
+  }
+
+  // A "per_row" operand: [M] or [A, B].
+  template <class T>
+  PerRowRef<T> per_row(int index) {
+    const TensorView& t = checked<std::remove_const_t<T>>(index);
+    if (t.ndim() != rank_) shape_error(index);
+    PerRowRef<T> ref{pointer<T>(t), 0, 0};
+    set_strides(ref, t, index);
+    return ref;
+  }
+
+  // A "scalar" operand: one element in device memory.
+  template <class T>
+  T* scalar(int index) {
+    const TensorView& t = checked<std::remove_const_t<T>>(index);
+    if (t.numel() != 1) shape_error(index);
+    return pointer<T>(t);
+  }
+
+ private:
+  template <class Element>
+  const TensorView& checked(int index) const {
+    const DLDataType found = tensors_[index].dtype(), expected = ElementType<Element>::value;
+    if (found.code != expected.code || found.bits != expected.bits || found.lanes != expected.lanes) {
+      TVM_FFI_THROW(ValueError) << "operand " << index << " has element type (" << int(found.code) << ", "
+                                << int(found.bits) << "), this kernel was built for (" << int(expected.code) << ", "
+                                << int(expected.bits) << ")";
+    }
+    return tensors_[index];
+  }
+
+  template <class T>
+  static T* pointer(const TensorView& t) {
+    return reinterpret_cast<T*>(static_cast<char*>(t.data_ptr()) + t.byte_offset());
+  }
+
+  template <class Ref>
+  void set_strides(Ref& ref, const TensorView& t, int index) const {
+    if (t.size(rank_ - 1) != inner_ || (rank_ == 2 && t.size(0) != outer_)) shape_error(index);
+    // The stride of a dimension of one element is never used; dropping it keeps odd values out of the alignment.
+    ref.inner_stride = inner_ > 1 ? t.stride(rank_ - 1) : 0;
+    ref.outer_stride = rank_ == 2 && outer_ > 1 ? t.stride(0) : 0;
+  }
+
+  template <class T>
+  void narrow_width(T* ptr, int64_t outer_stride, int64_t inner_stride) {
+    const uint64_t bits = reinterpret_cast<uintptr_t>(ptr) | uint64_t(outer_stride) * sizeof(T) |
+                          uint64_t(inner_stride) * sizeof(T);
+    for (; width_ > 1; width_ /= 2) {
+      const uint64_t bytes = width_ * sizeof(T) < 16 ? width_ * sizeof(T) : 16;
+      if (bits % bytes == 0) return;
+    }
+  }
+
+  void shape_error(int index) const {
+    const TensorView& t = tensors_[index];
+    std::string shape;
+    for (int i = 0; i < t.ndim(); ++i) shape += (i ? ", " : "") + std::to_string(t.size(i));
+    TVM_FFI_THROW(ValueError) << "operand " << index << " of shape (" << shape << ") does not fit rows of "
+                              << hidden_size_ << " elements in a grid of " << outer_ << " x " << inner_
+                              << ", or its last stride is not 1";
+  }
+
+  const TensorView* tensors_;
+  int rank_;
+  int64_t outer_;
+  int64_t inner_;
+  int hidden_size_;
+  int width_;
+};
+
+}  // namespace flashnorm
