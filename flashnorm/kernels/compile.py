@@ -1,0 +1,81 @@
+"""From a variant to an object file: compiled for a named architecture, on a machine that needs no GPU."""
+
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from flashnorm.kernels.row_forward import RowForward
+from flashnorm.kernels.tile import WIDTH, plans_for, sm_of
+from flashnorm.program import Operand, Variant
+
+ENTRY_POINT = "launch"
+_TRACING = threading.Lock()  # the DSL traces one function at a time in a process
+DTYPES = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled variant.
+
+    Attributes:
+        function: the TVM-FFI function `launch(*scalars, enable_pdl, *operands)`, callable where a GPU is.
+        ptx, cubin: what it was made of, where `inspect` asked for them.
+    """
+
+    function: Any
+    ptx: str | None = None
+    cubin: bytes | None = None
+
+    def export(self, path: Path) -> None:
+        """Write an object file that exports `__tvm_ffi_launch`."""
+        self.function.export_to_c(str(path), function_name=ENTRY_POINT)
+
+
+def fake(operand: Operand, variant: Variant, outer: tuple):
+    """A tensor that is not there: H is fixed, the outer shape and every outer stride are 64-bit unknowns."""
+    name = variant.dtype(operand.name)
+    strides = tuple(cute.sym_int64() for _ in outer)
+    if operand.kind == "per_row":
+        return make_fake_tensor(DTYPES[name], outer, stride=strides, assumed_align=WIDTH[name])
+    align = min(16, variant.vec * WIDTH[name])
+    if operand.kind == "vec" and operand.name not in variant.row_vecs:
+        return make_fake_tensor(DTYPES[name], (variant.hidden_size,), stride=(1,), assumed_align=align)
+    return make_fake_tensor(DTYPES[name], (*outer, variant.hidden_size), stride=(*strides, 1), assumed_align=align)
+
+
+def compile_variant(variant: Variant, arch: str, *, plans=None, inspect: bool = False) -> Compiled:
+    """Compile a variant for an architecture such as "sm_90a".
+
+    Args:
+        variant: what to compile.
+        arch: the target; needs no device of its kind.
+        plans: launch plans instead of `plans_for(variant, arch)`.
+        inspect: keep PTX and cubin.
+
+    Raises:
+        ValueError: the variant has a dtype or stage that there is no kernel for.
+    """
+    unknown = [d for d in variant.dtypes if d not in DTYPES]
+    if unknown:
+        raise ValueError(f"dtypes must be among {sorted(DTYPES)}, got {unknown}")
+    plans = plans or plans_for(variant, arch)
+    kernel = RowForward(variant, plans, has_pdl=sm_of(arch) >= 90)
+    outer = tuple(cute.sym_int64() for _ in range(variant.row_rank))
+    operands = [fake(o, variant, outer) for o in variant.program.operands()]
+    scalars = [cutlass.Float32(0.0) for _ in variant.program.scalars()]
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    options = f"--enable-tvm-ffi --gpu-arch {arch}"
+    arguments = (kernel, stream, *scalars, cutlass.Boolean(True), *operands)
+    with _TRACING:
+        if not inspect:
+            return Compiled(cute.compile(*arguments, options=options))
+        with tempfile.TemporaryDirectory() as dump:
+            function = cute.compile(*arguments, options=f"{options} --keep-ptx --keep-cubin --dump-dir {dump}")
+            (ptx,), (cubin,) = Path(dump).glob("*.ptx"), Path(dump).glob("*.cubin")
+            return Compiled(function, ptx.read_text().rstrip("\0"), cubin.read_bytes())

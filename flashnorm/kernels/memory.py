@@ -1,0 +1,204 @@
+"""Moves of one group of 8 elements, as raw 32-bit registers (4 for 16-bit dtypes, 8 for fp32).
+
+The widest access is 16 bytes; `vec` says how many elements may be taken together. A predicate is an int32
+0/1 value, or None for "always"; it becomes a PTX predicate, not a branch, so that all the loads of a row
+are in flight together. What a predicate hides reads as +0, and its memory is never touched.
+
+`full` guards the whole group; `tail` guards its first `tail_count` elements, for the last group of a row
+whose H is no multiple of 8. At most one of the two is true.
+"""
+
+from cutlass.cutlass_dsl import T
+
+from flashnorm.kernels.fp import asm, asm_many
+from flashnorm.kernels.tile import WIDTH
+
+GROUP = 8
+HALF_REGS = ".reg .b16 lo, hi, zero; mov.b16 zero, 0;"
+
+
+def regs_of(dtype):
+    """32-bit registers of one group."""
+    return GROUP * WIDTH[dtype] // 4
+
+
+def pieces(elements, vec, width):
+    """(first element, count) of the accesses that cover `elements` elements, each aligned, of at most 16 bytes."""
+    at = 0
+    while at < elements:
+        n = min(vec, 16 // width)
+        while n > elements - at:
+            n //= 2
+        yield at, n
+        at += n
+
+
+def _load_text(space, at, n, width, guard, regs, addr):
+    where = f"[{addr}+{at * width}]"
+    if n * width >= 4:
+        picked = regs[at * width // 4 : (at + n) * width // 4]
+        vector = f".v{len(picked)}" if len(picked) > 1 else ""
+        body = f"{{{', '.join(picked)}}}" if len(picked) > 1 else picked[0]
+        return f"{guard}ld.{space}{vector}.b32 {body}, {where};"
+    reg = regs[at // 2]
+    if at % 2 == 0:
+        return f"{guard}ld.{space}.b16 lo, {where}; {guard}mov.b32 {reg}, {{lo, zero}};"
+    keep = f"mov.b32 {{lo, zero}}, {reg}; mov.b16 zero, 0;"  # the lower half, which was loaded before
+    return f"{guard}ld.{space}.b16 hi, {where}; {keep} {guard}mov.b32 {reg}, {{lo, hi}};"
+
+
+def _store_text(space, at, n, width, guard, regs, addr):
+    where = f"[{addr}+{at * width}]"
+    if n * width >= 4:
+        picked = regs[at * width // 4 : (at + n) * width // 4]
+        vector = f".v{len(picked)}" if len(picked) > 1 else ""
+        body = f"{{{', '.join(picked)}}}" if len(picked) > 1 else picked[0]
+        return f"{guard}st.{space}{vector}.b32 {where}, {body};"
+    return f"mov.b32 {{lo, hi}}, {regs[at // 2]}; {guard}st.{space}.b16 {where}, {'lo' if at % 2 == 0 else 'hi'};"
+
+
+def _guards(first, full, tail):
+    """PTX text, operands and names of the predicates; `first` is the number of the first operand free for them."""
+    text, operands, names = "", [], {}  # type: ignore[var-annotated]
+    for name, value in (("p", full), ("q", tail)):
+        if value is not None:
+            text += f".reg .pred {name}; setp.ne.b32 {name}, ${first + len(operands)}, 0; "
+            operands.append(value)
+            names[name] = f"@{name} "
+    return text, operands, names
+
+
+def load_group(addr, dtype, vec, *, full=None, tail=None, tail_count=0, streaming=False):
+    """One group from global memory (`addr` an int64 address)."""
+    width, n, space = WIDTH[dtype], regs_of(dtype), "global.cs" if streaming else "global"
+    regs = [f"${i}" for i in range(n)]
+    head, operands, names = _guards(n + 1, full, tail)
+    lines = [HALF_REGS if width == 2 else "", head]
+    if full is not None:
+        lines += [f"mov.b32 {r}, 0;" for r in regs]
+    for guard, count in ((names.get("p", ""), GROUP), (names.get("q"), tail_count)):
+        if guard is not None:
+            lines += [_load_text(space, at, c, width, guard, regs, f"${n}") for at, c in pieces(count, vec, width)]
+    constraints = ",".join(["=&r"] * n + ["l"] + ["r"] * len(operands))
+    return asm_many(T.i32(), n, "{ " + " ".join(lines) + " }", constraints, (addr, *operands), effect=True)
+
+
+def store_group(addr, regs_in, dtype, vec, *, full=None, tail=None, tail_count=0, streaming=False):
+    """One group to global memory."""
+    width, n, space = WIDTH[dtype], regs_of(dtype), "global.cs" if streaming else "global"
+    regs = [f"${i + 1}" for i in range(n)]
+    head, operands, names = _guards(n + 1, full, tail)
+    lines = [HALF_REGS if width == 2 else "", head]
+    for guard, count in ((names.get("p", ""), GROUP), (names.get("q"), tail_count)):
+        if guard is not None:
+            lines += [_store_text(space, at, c, width, guard, regs, "$0") for at, c in pieces(count, vec, width)]
+    constraints = ",".join(["l"] + ["r"] * (n + len(operands)))
+    asm(None, "{ " + " ".join(lines) + " }", constraints, (addr, *regs_in, *operands), effect=True)
+
+
+def prefetch(addr, pred):
+    """Ask for the line of `addr` to be brought to L2, where `pred` (int32 or None) holds."""
+    if pred is None:
+        asm(None, "prefetch.global.L2 [$0];", "l", (addr,), effect=True)
+    else:
+        code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
+        asm(None, code, "l,r", (addr, pred), effect=True)
+
+
+def store_f32(addr, value, pred):
+    asm(
+        None,
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.f32 [$0], $1; }",
+        "l,f,r",
+        (addr, value, pred),
+        effect=True,
+    )
+
+
+# ------------------------------------------------------------------ shared memory; addresses are int32
+def stage_group(slot, plane, addr, dtype, vec, valid_bytes=None):
+    """Start the copy of one group to shared memory: 16 bytes at `slot`, the next 16 of an fp32 group at slot + plane.
+
+    `valid_bytes` (int32, or None for all) are read; what follows is filled with +0 and not read.
+    """
+    width = WIDTH[dtype]
+    step = min(16, vec * width)
+    kind = "cg" if step == 16 else "ca"
+    lines = [".reg .s32 n;"] if valid_bytes is not None else []
+    for at in range(0, GROUP * width, step):
+        where = f"[$0+{at % 16 + (plane if at >= 16 else 0)}]"
+        size = ""
+        if valid_bytes is not None:
+            lines.append(f"sub.s32 n, $2, {at}; max.s32 n, n, 0; min.s32 n, n, {step};")
+            size = ", n"
+        lines.append(f"cp.async.{kind}.shared.global {where}, [$1+{at}], {step}{size};")
+    operands = (slot, addr) if valid_bytes is None else (slot, addr, valid_bytes)
+    asm(None, "{ " + " ".join(lines) + " }", ",".join(["r", "l", "r"][: len(operands)]), operands, effect=True)
+
+
+def stage_wait():
+    """Wait for every copy this thread has started."""
+    asm(None, "cp.async.wait_all;", "", (), effect=True)
+
+
+def read_slot(slot, plane, dtype):
+    """One staged group of this thread."""
+    n = regs_of(dtype)
+    code = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$%d];" % n
+    if n == 8:
+        code += f" ld.shared.v4.b32 {{$4, $5, $6, $7}}, [$8+{plane}];"
+    return asm_many(T.i32(), n, code, ",".join(["=&r"] * n + ["r"]), (slot,), effect=True)
+
+
+def read_floats(slot, count):
+    """`count` consecutive fp32 values; more than one are read 2 or 4 at a time."""
+    out, at = [], 0
+    while at < count:
+        n = min(4, count - at)
+        vector = f".v{n}" if n > 1 else ""
+        body = f"{{{', '.join(f'${i}' for i in range(n))}}}" if n > 1 else "$0"
+        code = f"ld.shared{vector}.f32 {body}, [${n}+{at * 4}];"
+        out += asm_many(T.f32(), n, code, ",".join(["=f"] * n + ["r"]), (slot,), effect=True)
+        at += n
+    return out
+
+
+def write_float(slot, value, pred):
+    code = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.shared.f32 [$0], $1; }"
+    asm(None, code, "r,f,r", (slot, value, pred), effect=True)
+
+
+def write_remote_float(slot, rank, value, pred):
+    """Store to the same place in the shared memory of CTA `rank` of this cluster."""
+    code = (
+        "{ .reg .pred p; .reg .b32 a; setp.ne.b32 p, $3, 0; mapa.shared::cluster.u32 a, $0, $1; "
+        "@p st.shared::cluster.f32 [a], $2; }"
+    )
+    asm(None, code, "r,r,f,r", (slot, rank, value, pred), effect=True)
+
+
+# ------------------------------------------------------------------ barriers and order between kernels
+def barrier(index, count):
+    """Wait for `count` threads at named barrier `index` (int32 or a Python int)."""
+    if isinstance(index, int):
+        asm(None, f"bar.sync {index}, {count};", "~{memory}", (), effect=True)
+    else:
+        asm(None, f"bar.sync $0, {count};", "r,~{memory}", (index,), effect=True)
+
+
+def cluster_arrive():
+    """Say that this CTA runs and that what it wrote may be read. Every thread of the cluster arrives."""
+    asm(None, "barrier.cluster.arrive.release.aligned;", "~{memory}", (), effect=True)
+
+
+def cluster_wait():
+    asm(None, "barrier.cluster.wait.acquire.aligned;", "~{memory}", (), effect=True)
+
+
+def wait_for_earlier_kernel():
+    """Before the first global read: returns when the kernel before this one is done and its writes are visible."""
+    asm(None, "griddepcontrol.wait;", "~{memory}", (), effect=True)
+
+
+def let_next_kernel_start():
+    asm(None, "griddepcontrol.launch_dependents;", "~{memory}", (), effect=True)
