@@ -20,15 +20,15 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses a command line and runs it; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="flashnorm", description="Normalisation kernels with the same bits everywhere.")
+    about = "Normalisation kernels with the same bits everywhere."
+    parser = argparse.ArgumentParser(prog="flashnorm", description=about)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (module, summary) in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary)
         sub.add_argument("--json", action="store_true", help="print JSON")
         importlib.import_module(module).add_arguments(sub)
     arguments = parser.parse_args(argv)
-    module = importlib.import_module(COMMANDS[arguments.command][0])
-    return int(module.run(arguments))
+    return int(importlib.import_module(COMMANDS[arguments.command][0]).run(arguments))
 
 
 def print_json(value: Any) -> None:

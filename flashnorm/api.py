@@ -64,7 +64,7 @@ def capabilities(device: torch.device | str | None = None) -> dict[str, Any]:
 
 
 def formats(facts: devices.DeviceFacts) -> dict[str, str]:
-    """"native" where the device converts to an encoding by an instruction, else "emulated" (the same bytes)."""
+    """ "native" where the device converts to an encoding by an instruction, else "emulated" (the same bytes)."""
     return {
         name: "native" if facts.kind == "cuda" and facts.sm >= first else "emulated" for name, first in FORMATS.items()
     }

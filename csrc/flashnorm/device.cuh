@@ -17,7 +17,17 @@ namespace flashnorm {
 // The value of the thread whose number in the warp differs in the bits of `mask`; all 32 threads call it.
 FN_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
 
+// The value of the thread before this one in the warp (its own, in the first); all 32 threads call it.
+FN_DEVICE uint32_t shuffle_up(uint32_t v) { return __shfl_up_sync(0xFFFFFFFFu, v, 1); }
+
 FN_DEVICE void sync_cta() { __syncthreads(); }
+
+// 16 bytes that nobody reads again soon: they make room in the caches for what is.
+FN_DEVICE uint4 load_streamed(const uint4* from) { return __ldcs(from); }
+FN_DEVICE void store_streamed(uint4* to, uint4 v) { __stcs(to, v); }
+
+// Asks for a line to be brought to L2, where the memory of a GPU is coherent: no value is read.
+FN_DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at))); }
 
 // What the reductions of a CTA share: two sets of 32 values, used in turn, each with the barrier that
 // counts the bytes other CTAs of a cluster have put into it.
@@ -34,6 +44,22 @@ FN_DEVICE Slots& shared_slots() {
 FN_DEVICE uint4* dynamic_shared() {
   extern __shared__ uint4 memory[];
   return memory;
+}
+
+FN_DEVICE uint32_t shared_address(const void* at) { return uint32_t(__cvta_generic_to_shared(at)); }
+
+// Starts a copy of 16 bytes to shared memory; `await_copies` waits for all that this thread has started.
+FN_DEVICE void start_copy(uint4* to, const uint4* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)) : "memory");
+#else
+  *to = *from;
+#endif
+}
+FN_DEVICE void await_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
 }
 
 // ---------------------------------------------------------------- clusters (sm_90 and newer)
@@ -53,8 +79,6 @@ FN_DEVICE int cluster_rank() {
 #endif
   return int(rank);
 }
-
-FN_DEVICE uint32_t shared_address(const void* at) { return uint32_t(__cvta_generic_to_shared(at)); }
 
 // Makes the barriers, and tells the peers; every thread of the CTA calls it, early.
 FN_DEVICE void cluster_open(Slots& slots) {
@@ -115,7 +139,8 @@ FN_DEVICE void cluster_await(Slots& slots, int phase, int turn) {
 
 // ---------------------------------------------------------------- programmatic dependent launch
 // The wait comes before the first read of anything an earlier kernel may have written, weights
-// included; the signal after the last store.
+// included. Every kernel waits itself, so the signal may come at once: it says that later kernels may
+// take what this one leaves free of the GPU, and nothing about memory.
 FN_DEVICE void wait_for_earlier_kernels() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

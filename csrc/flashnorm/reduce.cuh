@@ -67,7 +67,7 @@ FN_DEVICE float add_across(float v, int lane_mask) { return fp::add(v, shuffle_x
 template <int kLanes>
 FN_DEVICE float fold_warp(float (&lane)[kLanes]) {
   static_assert((kLanes & (kLanes - 1)) == 0 && kLanes <= 32, "a power of two");
-  const int thread = (threadIdx.x + threadIdx.y * blockDim.x) % 32;
+  const int thread = threadIdx.x % 32;
   int step = 16;
   FN_UNROLL
   for (int held = kLanes / 2; held >= 1; held /= 2, step /= 2) {
@@ -87,9 +87,12 @@ FN_DEVICE float fold_warp(float (&lane)[kLanes]) {
   return v;
 }
 
-// Folds `lanes` (2 to 32, a power of two) neighbouring threads, one lane each.
+// Folds `lanes` (1 to 32, a power of two) neighbouring threads, one lane each.
 FN_DEVICE float fold_part_of_warp(float v, int lanes) {
-  for (int step = lanes / 2; step >= 1; step /= 2) v = add_across(v, step);
+  FN_UNROLL
+  for (int step = 16; step >= 1; step /= 2) {
+    if (step < lanes) v = add_across(v, step);
+  }
   return v;
 }
 
@@ -107,50 +110,54 @@ struct BlockSlots {
     if (blocks == 2) return fp::add(values[0], values[1]);
     const int quarter = blocks / 4;
     const float4 b = reinterpret_cast<const float4*>(values)[threadIdx.x & (quarter - 1)];
-    float v = fp::add(fp::add(b.x, b.z), fp::add(b.y, b.w));
-    for (int step = quarter / 2; step >= 1; step /= 2) v = add_across(v, step);
-    return v;
+    return fold_part_of_warp(fp::add(fp::add(b.x, b.z), fp::add(b.y, b.w)), quarter);
   }
 };
 
-// Joins the threads of a row: blockDim.x of this CTA, and those of the other CTAs of its cluster.
-// One object a kernel; `fold` may be called several times, by all threads of the CTA.
-template <bool kClusters>
+// Joins the threads of a row: kThreads of this CTA (0: blockDim.x, a power of two), and those of the other
+// CTAs of its cluster. `row` is the row among those of the CTA. One object a kernel; `fold` may be called several times, by all threads of the CTA.
+template <int kThreads, int kCluster>
 class RowReduce {
  public:
-  FN_DEVICE RowReduce(int cluster, int rank)
-      : slots_(shared_slots()), cluster_(kClusters ? cluster : 1), warps_(blockDim.x / 32), blocks_(warps_ * cluster_) {
-    mine_ = threadIdx.y * warps_ + BlockSlots::slot(rank * warps_ + threadIdx.x / 32, blocks_);
-    if (cluster_ > 1) cluster_open(slots_);
+  FN_DEVICE RowReduce(int row, int rank)
+      : slots_(shared_slots()),
+        threads_(kThreads > 0 ? kThreads : int(blockDim.x)),
+        warps_(threads_ / 32),
+        blocks_(warps_ * kCluster),
+        first_(row * warps_) {
+    if (blocks_ < 2) return;
+    mine_ = first_ + BlockSlots::slot(rank * warps_ + threadIdx.x / 32, blocks_);
+    if (kCluster > 1) cluster_open(slots_);
   }
 
-  // lane[j] is the sum of the thread's j-th lane; threads of a row and lanes of a thread are powers of two.
+  // lane[j] is the sum of the thread's j-th lane; the lanes of a thread are a power of two.
   template <int kLanes>
   FN_DEVICE float fold(float (&lane)[kLanes]) {
-    if (kLanes == 1 && blockDim.x < 32) return fold_part_of_warp(lane[0], blockDim.x);
+    if (kLanes == 1 && threads_ < 32) return fold_part_of_warp(lane[0], threads_);
     const float v = fold_warp(lane);
     if (blocks_ == 1) return v;
     const int phase = sums_ % 2, turn = sums_ / 2;
     ++sums_;
     const int thread = threadIdx.x % 32;
-    if (cluster_ > 1) {
+    if (kCluster > 1) {
       if (phase == 0 && turn == 0) cluster_peers_open();
       if (threadIdx.x == 0) cluster_expect(slots_, phase, blocks_);
-      if (thread < cluster_) cluster_put(slots_, phase, mine_, v, thread);
+      if (thread < kCluster) cluster_put(slots_, phase, mine_, v, thread);
       cluster_await(slots_, phase, turn);
     } else {
       if (thread == 0) slots_.values[phase][mine_] = v;
       sync_cta();
     }
-    return BlockSlots::fold(slots_.values[phase] + threadIdx.y * warps_, blocks_);
+    return BlockSlots::fold(slots_.values[phase] + first_, blocks_);
   }
 
  private:
   Slots& slots_;
-  int cluster_;
+  int threads_;
   int warps_;
   int blocks_;
-  int mine_;
+  int first_;
+  int mine_ = 0;
   int sums_ = 0;
 };
 

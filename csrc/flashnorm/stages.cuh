@@ -5,7 +5,8 @@
 // program's first operand (the T of rT); Elements are the element types of the stage's operands, in
 // order. Its members are its operands in that order, then its run-time scalars; it is an aggregate
 // that the generated unit fills. A stage knows no thread, no tile and no plan. Arithmetic works on
-// `float (&v)[N]` for any N, the same on host and device.
+// `float (&v)[N]` for any N, the same on host and device. A stage with operands has `enter(row, col)`, which
+// moves them all to a place (RowRef::enter).
 //
 //   load    Kept              the element type that holds h exactly between the two passes
 //           Raw<N>            what `fetch` reads
@@ -40,6 +41,7 @@ struct LoadRow {
 
   RowRef<const X> x;
 
+  FN_HOST_DEVICE void enter(Row row, int col) { x.enter(row, col); }
   template <int N, class Access>
   FN_HOST_DEVICE void fetch(Raw<N>& raw, const At<Access>& at) const {
     x.load_once(raw.x, at);
@@ -70,6 +72,11 @@ struct AddResidual {
   RowRef<std::conditional_t<kInPlace, R, const R>> residual;
   RowRef<R> dst{nullptr, 0, 0};  // unused in place
 
+  FN_HOST_DEVICE void enter(Row row, int col) {
+    x.enter(row, col);
+    residual.enter(row, col);
+    if constexpr (!kInPlace) dst.enter(row, col);
+  }
   template <int N, class Access>
   FN_HOST_DEVICE void fetch(Raw<N>& raw, const At<Access>& at) const {
     x.load_once(raw.x, at);
@@ -135,6 +142,7 @@ struct Affine {
 
   RowRef<const W> weight;
 
+  FN_HOST_DEVICE void enter(Row row, int col) { weight.enter(row, col); }
   template <int N, class Access>
   FN_HOST_DEVICE void fetch(Raw<N>& raw, const At<Access>& at) const {
     weight.load(raw.weight, at);
@@ -158,6 +166,7 @@ template <class Options, class Dst>
 struct Cast {
   RowRef<Dst> dst;
 
+  FN_HOST_DEVICE void enter(Row row, int col) { dst.enter(row, col); }
   template <int N, class Access>
   FN_HOST_DEVICE void put(float (&v)[N], const At<Access>& at) const {
     Pack<Dst, N> pack;
@@ -172,6 +181,7 @@ template <class Options, class Dst>
 struct SaveRstd {
   PerRowRef<Dst> dst;
 
+  FN_HOST_DEVICE void enter(Row row, int) { dst.enter(row); }
   template <class State>
   FN_HOST_DEVICE void put(const State& state, Row row) const {
     dst[row] = state.rstd;
@@ -187,6 +197,7 @@ struct Chain<> {
   template <int N>
   struct Raw {};
 
+  FN_HOST_DEVICE void enter(Row, int) {}
   template <int N, class Access>
   FN_HOST_DEVICE void fetch(Raw<N>&, const At<Access>&) const {}
   template <int N>
@@ -209,6 +220,10 @@ struct Chain<First, Rest...> {
   First first;
   Chain<Rest...> rest;
 
+  FN_HOST_DEVICE void enter(Row row, int col) {
+    first.enter(row, col);
+    rest.enter(row, col);
+  }
   template <int N, class Access>
   FN_HOST_DEVICE void fetch(RawOf<N>& raw, const At<Access>& at) const {
     first.fetch(raw.first, at);
@@ -225,5 +240,14 @@ struct Chain<First, Rest...> {
     rest.put(state, row);
   }
 };
+
+// ---------------------------------------------------------------- a program
+template <class Program>
+FN_HOST_DEVICE void enter(Program& program, Row row, int col) {
+  program.load.enter(row, col);
+  program.maps.enter(row, col);
+  program.saves.enter(row, col);
+  program.store.enter(row, col);
+}
 
 }  // namespace flashnorm

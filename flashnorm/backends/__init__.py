@@ -15,4 +15,4 @@ from flashnorm.program import Variant
 
 def builder(route: str) -> Callable[[Variant, str], Callable[..., Any]]:
     """The build function of a route; imported on first use, since a route may bring a compiler along."""
-    return importlib.import_module(f"flashnorm.backends.{route}").build  # type: ignore[no-any-return]
+    return importlib.import_module(f"flashnorm.backends.{route}").build

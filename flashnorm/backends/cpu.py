@@ -37,17 +37,13 @@ _SOURCES = tuple(
     )
 )
 
-# Loops over one vector become one instruction only if they are not unrolled first, and clang unrolls early.
-_CLANG_FLAGS = ("-fno-unroll-loops", "-fno-slp-vectorize")
 
-
-def spec(program: RowProgram, dtypes: tuple[str, ...], flags: tuple[str, ...] = ()) -> ArtifactSpec:
+def spec(program: RowProgram, dtypes: tuple[str, ...]) -> ArtifactSpec:
     """The artefact of a program and its dtypes for this processor.
 
     Args:
         program: what is computed.
         dtypes: one dtype name for each of `program.operands()`.
-        flags: more compiler flags. Tests narrow the vectors with them; they are part of the key.
 
     Raises:
         KeyError: a dtype that the route has no type for.
@@ -56,8 +52,7 @@ def spec(program: RowProgram, dtypes: tuple[str, ...], flags: tuple[str, ...] = 
     cxx, ffi, cpu = find_host_compiler(settings), find_tvm_ffi(), detect_cpu()
     toolchain: dict[str, Any] = {}
     if cxx:
-        own = _CLANG_FLAGS if cxx.kind == "clang" else ()
-        toolchain = {"host": cxx.identity, "flags": (*cxx_flags(cxx, cpu), *own, *flags)}
+        toolchain = {"host": cxx.identity, "flags": cxx_flags(cxx, cpu)}
 
     def build_in(folder: Path) -> None:
         for found in (cxx, ffi):
@@ -84,7 +79,6 @@ def spec(program: RowProgram, dtypes: tuple[str, ...], flags: tuple[str, ...] = 
             "cpu": (cpu.machine, *cpu.features),
             "sources": source_hash(*_SOURCES),
             "unit": source,
-            "flags": flags,
             "tvm_ffi": ffi.version if ffi else None,
         },
         builder=build_in,

@@ -27,6 +27,7 @@ _SOURCES = tuple(
     for name in (
         "types.cuh",
         "device.cuh",
+        "access.cuh",
         "fp.cuh",
         "vec.cuh",
         "codec.cuh",

@@ -65,9 +65,8 @@ def check_tensors(op: Op, tensors: Sequence[Any]) -> None:
         if tensor is not None:
             _check_dtype(op, operand, tensor, tensors)
             if tensor.device != x.device:
-                raise ValueError(
-                    f"{op.name}: {op.label(operand)} is on {tensor.device}, but {op.label(op.operands[0])} on {x.device}"
-                )
+                first = op.label(op.operands[0])
+                raise ValueError(f"{op.name}: {op.label(operand)} is on {tensor.device}, but {first} on {x.device}")
             if tensor.layout is not torch.strided:
                 raise ValueError(f"{op.name}: {op.label(operand)} must be a strided tensor, got {tensor.layout}")
             _check_shape(op, operand, tensor, x)
@@ -117,6 +116,8 @@ def check_memory(op: Op, tensors: Sequence[torch.Tensor | None]) -> None:
     for operand, tensor in zip(op.operands, tensors, strict=True):
         if tensor is None or tensor.numel() == 0:
             continue
+        if operand.written and tensor.is_neg():
+            raise ValueError(f"{op.name}: {op.label(operand)} is a negated view, which cannot be written")
         if operand.written and layout.self_overlaps(tuple(tensor.shape), tensor.stride()):
             raise ValueError(
                 f"{op.name}: {op.label(operand)} is written, so its elements must not overlap; "
@@ -129,9 +130,10 @@ def check_memory(op: Op, tensors: Sequence[torch.Tensor | None]) -> None:
             if not (left.written or right.written):
                 continue
             if layout.overlaps(block_a, block_b) and not _may_alias(op, left, a, right, b):
+                exactly = ", or out the input exactly" if "out" in (left.name, right.name) else ""
                 raise ValueError(
-                    f"{op.name}: {op.label(right)} overlaps {op.label(left)} in memory; a written tensor must "
-                    f"be apart from every other{', or out the input exactly' if 'out' in (left.name, right.name) else ''}"
+                    f"{op.name}: {op.label(right)} overlaps {op.label(left)} in memory; "
+                    f"a written tensor must be apart from every other{exactly}"
                 )
 
 
@@ -144,5 +146,3 @@ def same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.data_ptr() != b.data_ptr() or a.dtype != b.dtype or a.shape != b.shape:
         return False
     return all(n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
-
-

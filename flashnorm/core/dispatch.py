@@ -16,7 +16,7 @@ from flashnorm.core.device import DeviceFacts
 from flashnorm.jit.arch import device_arch
 
 ROUTES = ("cute", "cuda", "cpu", "torch")
-BINDS = {"cute": ("cuda",), "cuda": ("cuda",), "cpu": ("cpu",), "torch": None}
+BINDS: dict[str, tuple[str, ...] | None] = {"cute": ("cuda",), "cuda": ("cuda",), "cpu": ("cpu",), "torch": None}
 ORDER = {"cuda": ("cute", "cuda"), "cpu": ("cpu", "torch")}  # every other device: torch alone
 MIN_SM = {"cute": 80, "cuda": 75}
 
@@ -65,10 +65,9 @@ def refusal(route: str, op_routes: tuple[str, ...], device: DeviceFacts, tools: 
     binds = BINDS[route]
     if binds is not None and device.kind not in binds:
         return f"serves {' and '.join(binds)} tensors, not {device.kind} ones"
-    if route in MIN_SM:
-        if device.sm < MIN_SM[route]:
-            low = MIN_SM[route]
-            return f"needs compute capability {low // 10}.{low % 10} or newer, the device has {_dotted(device)}"
+    low = MIN_SM.get(route, 0)
+    if device.sm < low:
+        return f"needs compute capability {low // 10}.{low % 10} or newer, the device has {_dotted(device)}"
     if route == "cute":
         if tools.dsl is not None:
             return tools.dsl
@@ -85,7 +84,8 @@ def _dotted(device: DeviceFacts) -> str:
 
 def candidates(forced: str | None, op_routes: tuple[str, ...], device: DeviceFacts) -> tuple[str, ...]:
     """Routes to try, in order. A forced one stands alone where it binds the device."""
-    if forced is not None and (BINDS[forced] is None or device.kind in BINDS[forced]):
+    binds = None if forced is None else BINDS[forced]
+    if forced is not None and (binds is None or device.kind in binds):
         if forced == "cute" and "cute" not in op_routes:
             return ("cuda",)  # operators that live on the CUDA route alone
         return (forced,)

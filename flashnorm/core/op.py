@@ -16,7 +16,6 @@ from flashnorm.core import checks, dispatch, fastpath, plan
 from flashnorm.program import Operand, RowProgram
 
 OPS: dict[str, Op] = {}  # the public operators, by name
-MAX_PLANS = 16_384  # keys of the warm path; past it all are forgotten and made again from loaded kernels
 NUMERICS = {
     "flashinfer": "flashinfer",
     "hf-llama": "hf-llama",
@@ -76,9 +75,11 @@ class Op:
         self.operands: tuple[Operand, ...] = full.operands()
         self.scalars = full.scalars()
         self._index = {o.name: i for i, o in enumerate(self.operands)}
-        self.plans: dict[Any, plan.Plan] = {}
+        self.stand_ins = [torch.empty(0) for _ in self.operands]  # in a guard, for what is not there
+        self._warm_calls: fastpath.Recent = {}
+        self._warm_kernels: fastpath.Recent = {}
+        self.call = fastpath.generate(self, self._warm_calls, self.checked, eager=True)
         self._define()
-        self.call = fastpath.generate(self)
         if public:
             OPS[name] = self
 
@@ -114,11 +115,13 @@ class Op:
     # -------------------------------------------------------------- calls
     def checked(self, *args: Any) -> Any:
         """The cold call: validates everything, allocates what is missing, then launches or asks the dispatcher."""
+        if torch.compiler.is_compiling():
+            return self.traced(*args)
         tensors, scalars, options, enable_pdl = self._validate(args)
         if self._needs_dispatcher(tensors):
             self.overload(*tensors, *scalars, *options.values(), enable_pdl)
         else:
-            self._execute(tensors, scalars, options, enable_pdl, key_options=args[self._first_option : -1])
+            self._execute(tensors, scalars, options, enable_pdl, self._warm_calls, args[self._first_option : -1])
         return self._result(tensors)
 
     def traced(self, *args: Any) -> Any:
@@ -139,7 +142,8 @@ class Op:
     def empty(self, name: str, x: Any) -> torch.Tensor:
         """An output that a caller asks for by a flag."""
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{self.name}: {self.label(self.operands[0])} must be a torch.Tensor, got {type(x).__name__}")
+            first = self.label(self.operands[0])
+            raise TypeError(f"{self.name}: {first} must be a torch.Tensor, got {type(x).__name__}")
         operand = self.operands[self.index(name)]
         shape = x.shape[:-1] if operand.kind == "per_row" else x.shape
         dtype = x.dtype if operand.dtype is None else getattr(torch, operand.dtype)
@@ -168,7 +172,8 @@ class Op:
 
     def _result(self, tensors: Sequence[Any]) -> Any:
         """What the call returns: its output, or a tuple of them in operand order, or None."""
-        made = [t for o, t in zip(self.operands, tensors, strict=True) if o.mode == "out" and o.name not in self.optional]
+        pairs = zip(self.operands, tensors, strict=True)
+        made = [t for o, t in pairs if o.mode == "out" and o.name not in self.optional]
         return (made[0] if len(made) == 1 else tuple(made)) if made else None
 
     def _needs_dispatcher(self, tensors: Sequence[Any]) -> bool:
@@ -185,41 +190,44 @@ class Op:
         )
 
     def _execute(
-        self, tensors: Sequence[Any], scalars: Sequence[float], options: dict[str, Any], pdl: bool, key_options: Any = None
+        self,
+        tensors: Sequence[Any],
+        scalars: Sequence[float],
+        options: dict[str, Any],
+        pdl: bool,
+        recent: fastpath.Recent,
+        given_options: Sequence[Any],
     ) -> None:
-        tensors = [t if t is None or not t.is_neg() else t.resolve_neg() for t in tensors]
+        """Launches a validated call and makes it warm under the options as they were given (aliases included)."""
         checks.check_memory(self, tensors)
-        made = plan.make_plan(self, tensors, options)
-        if made.direct and key_options is not None:
-            if len(self.plans) >= MAX_PLANS:
-                self.plans.clear()
-            self.plans[self._key(tensors, key_options)] = made
-        called = [t for o, t in zip(self.operands, tensors, strict=True) if t is not None or o.mode != "out"]
+        straight = [t if t is None or not t.is_neg() else t.resolve_neg() for t in tensors]
+        made = plan.make_plan(self, straight, options)
+        called = [t for o, t in zip(self.operands, straight, strict=True) if t is not None or o.mode != "out"]
         made.launch(*scalars, pdl, *called)
         for operand, tensor in zip(self.operands, tensors, strict=True):
-            if operand.written:
-                fastpath.bump_version(tensor)
-
-    def _key(self, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-        """The warm path's key, as `fastpath` spells it."""
-        pointers = 0
-        for t in tensors:
-            pointers |= 0 if t is None else t.data_ptr()
-        per_tensor = (None if t is None else (t.__class__, t.dtype, t.shape, t.stride(), t.get_device()) for t in tensors)
-        return (*(options or (None,)), dispatch.forced_here(), pointers & 15, *per_tensor)
+            if operand.written and tensor is not None and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+        if all(a is b for a, b in zip(straight, tensors, strict=True)):
+            fastpath.remember(self, recent, tensors, scalars, given_options, made.extents, made.launch)
 
     # -------------------------------------------------------------- torch.library
     def _define(self) -> None:
         _library.define(self.schema())
-        _library.impl(self.name, self._kernel, "CompositeExplicitAutograd")
+        kernel = fastpath.generate(self, self._warm_kernels, self._kernel, eager=False)
+        _library.impl(self.name, kernel_returning_nothing(kernel), "CompositeExplicitAutograd")
         _library.impl(self.name, self._autograd, "Autograd")
         torch.library.register_fake(f"flashnorm::{self.name}", _fake, lib=_library)
         self.overload = getattr(torch.ops.flashnorm, self.name).default
 
     def _kernel(self, *args: Any) -> None:
-        """What the dispatcher calls, with every argument resolved."""
+        """The dispatcher's cold call, with every argument resolved."""
         tensors, scalars, options, pdl = self._validate(args)
-        self._execute(tensors, scalars, options, pdl)
+        self._execute(tensors, scalars, options, pdl, self._warm_kernels, args[self._first_option : -1])
+
+    def forget(self) -> None:
+        """Makes every call cold again (kernels stay loaded)."""
+        self._warm_calls.clear()
+        self._warm_kernels.clear()
 
     def _autograd(self, *args: Any) -> None:
         """Raises where a gradient would be lost; below it, nothing records."""
@@ -239,6 +247,15 @@ class _Everything(frozenset):  # type: ignore[type-arg]
 
     def __contains__(self, name: object) -> bool:
         return True
+
+
+def kernel_returning_nothing(call: Callable[..., Any]) -> Callable[..., None]:
+    """A warm call returns its output; a schema that returns nothing may not."""
+
+    def kernel(*args: Any) -> None:
+        call(*args)
+
+    return kernel
 
 
 def _fake(*_: Any) -> None:

@@ -63,13 +63,11 @@ class Plan:
     Attributes:
         launch: takes scalars, enable_pdl and the operator's operands (optional outputs only if present).
         extents: bytes each operand spans, then whether an output may be the input itself.
-        direct: the caller's tensors are the kernel's operands, so that the warm path may use `launch`.
         explanation: the route and why.
     """
 
     launch: Launch
     extents: tuple[Any, ...]
-    direct: bool
     explanation: dispatch.Explanation
 
 
@@ -80,18 +78,18 @@ def make_plan(op: Op, tensors: Sequence[torch.Tensor | None], options: dict[str,
     device = devices.facts(x.device)
     extents = _extents(op, tensors)
     if x.numel() == 0:
-        return Plan(_nothing, extents, True, dispatch.Explanation(op.name, None, ()))
+        return Plan(_nothing, extents, dispatch.Explanation(op.name, None, ()))
     names = frozenset(o.name for o, t in zip(op.operands, tensors, strict=True) if t is not None)
     program = op.program(names, options)
     variant, views = normalise(op, program, tensors)
     explanation, launch = _serve(op, variant, device, x.device, options)
-    direct = all(v.size is None and not v.copy for v in views)
     if explanation.route == "torch":
-        return Plan(_reference_launch(op, options), extents, False, explanation)
+        return Plan(_reference_launch(op, options), extents, explanation)
+    direct = all(v.size is None and not v.copy for v in views)
     run = _trim(op, launch, views) if direct else _adapt(op, launch, views)
     if x.device.type == "cuda" and devices.several_gpus():
         run = _on_device(run, x.device)
-    return Plan(run, extents, direct, explanation)
+    return Plan(run, extents, explanation)
 
 
 def explain(op: Op, device: devices.DeviceFacts) -> dispatch.Explanation:
@@ -215,9 +213,7 @@ def _nothing(*_: Any) -> None:
 def _call_positions(op: Op, views: Sequence[View]) -> list[int]:
     """Operator positions that a launch is called with: all but the optional outputs that are absent."""
     present = {v.position for v in views}
-    return [
-        i for i, o in enumerate(op.operands) if i in present or not (o.mode == "out" and o.name in op.optional)
-    ]
+    return [i for i, o in enumerate(op.operands) if i in present or not (o.mode == "out" and o.name in op.optional)]
 
 
 def _trim(op: Op, launch: Launch, views: Sequence[View]) -> Launch:
@@ -314,7 +310,7 @@ def _serve(
                 return explanation, _kernel(route, target, variant, where)
             except _ColdCapture:
                 raise
-            except Exception as error:  # noqa: BLE001  # any failure to build or load means: the next route
+            except Exception as error:  # any failure to build or load means: the next route
                 reason = f"failed to build: {error}"
                 if settings.strict:
                     raise

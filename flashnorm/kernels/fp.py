@@ -84,8 +84,7 @@ def unpack(regs, dtype):
     for r in regs:
         if dtype == "bfloat16":
             code = (
-                "{ .reg .b32 lo, hi; shl.b32 lo, $2, 16; and.b32 hi, $2, 0xffff0000; "
-                "mov.b32 $0, lo; mov.b32 $1, hi; }"
+                "{ .reg .b32 lo, hi; shl.b32 lo, $2, 16; and.b32 hi, $2, 0xffff0000; mov.b32 $0, lo; mov.b32 $1, hi; }"
             )
         else:
             code = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.f32.f16 $0, lo; cvt.f32.f16 $1, hi; }"

@@ -161,9 +161,7 @@ class Frame:
     def store(self, name, j, regs):
         dtype = self.variant.dtype(name)
         guard = self._guard(j, True)
-        memory.store_group(
-            self._address(name, j), regs, dtype, self.tile.vec, **guard, streaming=self.tile.streaming
-        )
+        memory.store_group(self._address(name, j), regs, dtype, self.tile.vec, **guard, streaming=self.tile.streaming)
 
     def store_per_row(self, name, value):
         """One fp32 value a row, by the row's first thread."""

@@ -26,15 +26,31 @@ from flashnorm.kernels.stores import SAVES, STORES
 from flashnorm.kernels.tile import loaded_widths
 
 
-def visit(k, rounds, names, batch):
-    """Yield rounds, having issued the loads of `names` for `batch` of them at a time."""
-    rounds = list(rounds)
-    for at in range(0, len(rounds), batch):
-        part = rounds[at : at + batch]
-        for j in part:
-            for name in names:
-                k.load(name, (j,))
-        yield from part
+class Turns:
+    """Rounds in order, with the loads of some operands always one batch ahead of their use.
+
+    A store keeps every later load behind it, so a batch must be under way before the one in front is stored.
+    """
+
+    def __init__(self, k, rounds, names, batch):
+        rounds = list(rounds)
+        self.k, self.names = k, names
+        self.batches = [rounds[at : at + batch] for at in range(0, len(rounds), batch)] if names else [rounds]
+        self.asked = 0
+
+    def ask(self):
+        """Issue the loads of the next batch."""
+        if self.asked < len(self.batches):
+            for j in self.batches[self.asked]:
+                for name in self.names:
+                    self.k.load(name, (j,))
+        self.asked += 1
+
+    def __iter__(self):
+        for i, part in enumerate(self.batches):
+            while self.asked < i + 2:
+                self.ask()
+            yield from part
 
 
 def row_program(k, scalars):
@@ -58,8 +74,12 @@ def row_program(k, scalars):
         memory.stage_wait()
     rereads = load.names if tile.hold == "global" else ()
 
+    late = Turns(k, range(everything), [*rereads, *([] if tile.early_weights else vecs)], tile.batch)
+    if not rereads:
+        late.ask()  # under way while the sum crosses the row
+
     stats_type = STATS[type(program.stats)]
-    turns = visit(k, order, rereads, tile.batch)
+    turns = iter(Turns(k, order, rereads, tile.batch))
     sums = []
     for lane in range(tile.lanes_per_thread):
         own = len(range(lane, tile.rounds, tile.lanes_per_thread))
@@ -68,8 +88,7 @@ def row_program(k, scalars):
     for save in program.saves:
         SAVES[type(save)](k, save, stats)
 
-    late = [*rereads, *([] if tile.early_weights else vecs)]
-    for j in visit(k, range(everything), late, tile.batch):
+    for j in late:
         y = stats.normalise(load.again(j))
         for stage in program.maps:
             y = MAPS[type(stage)](k, stage, j, y)

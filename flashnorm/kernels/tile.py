@@ -167,46 +167,53 @@ class Shape:
 # The classes of M, by their largest M, and for each the tile by the size of a row: the largest number of 16-bit
 # elements held a row (H for bf16; twice that where an fp32 value waits between the passes), rising.
 #
-# H200, bf16, CUDA graphs, cold L2, PDL. With few rows the latency of one row counts, hence a group a thread: 512
-# threads take 1.21 us at 1 x 4096 and 256 take 1.34; 1024 take 1.41 at 1 x 8192 and 256 take 1.65. With many rows
-# bandwidth counts, hence many rows in flight and few barriers: at 32768 x 4096, 64 threads a row reach the 132 us
-# of 256, and 1024 need 256 us. Rows over 16384 elements leave one CTA too few registers to overlap rows (147 us
-# for 4096 x 32768 on 512 threads, against the 132 of the bandwidth), hence clusters.
+# H200, bf16, CUDA graphs, cold L2, PDL (benchmarks/results/tune_cute_h200.jsonl). Few rows: latency counts, so a
+# group or two a thread, everything asked into L2 before the earlier kernel is done (1 x 4096: 1.07 us, 1.37 without,
+# 64 x 8192: 1.76 and 2.18) and the next kernel let in at once (1 x 4096: 1.37 us, 1.39 to 1.66 without). Many rows:
+# bandwidth counts, so few barriers and 16 elements a thread or more, until a row is so wide that one CTA of it fills
+# an SM: then clusters (2048 x 131072: 272 us on four CTAs). Between them rows used once are marked so (1024 x 8192:
+# 9.56 us, 10.04 without).
+def _soon(threads: int, cta: int, cluster: int = 1) -> Shape:
+    return Shape(threads, cta, cluster, signal_early=True, prefetch="all")
+
+
 CLASSES: tuple[tuple[int | None, tuple[tuple[int, Shape], ...]], ...] = (
-    (
-        16,
-        (
-            (256, Shape(16, 64)),
-            (1024, Shape(128, 128)),
-            (4096, Shape(512, 512)),
-            (16384, Shape(1024, 1024)),
-            (32768, Shape(512, 512, 2)),
-            (65536, Shape(256, 256, 4)),
-            (1 << 30, Shape(128, 128, 8)),
-        ),
-    ),
     (
         160,
         (
-            (256, Shape(16, 64)),
-            (1024, Shape(128, 128)),
-            (4096, Shape(512, 512)),
-            (16384, Shape(1024, 1024)),
+            (256, _soon(16, 64)),
+            (1024, _soon(128, 128)),
+            (2048, _soon(256, 256)),
+            (16384, _soon(512, 512)),
+            (32768, _soon(512, 512, 2)),
+            (65536, _soon(256, 256, 4)),
+            (1 << 30, _soon(128, 128, 8)),
+        ),
+    ),
+    (
+        768,
+        (
+            (256, Shape(16, 128)),
+            (1536, Shape(64, 128)),
+            (4096, Shape(512, 512, signal_early=True)),
+            (8192, Shape(256, 256, signal_early=True)),
+            (16384, Shape(512, 512)),
             (32768, Shape(512, 512, 2)),
             (65536, Shape(256, 256, 4)),
             (1 << 30, Shape(128, 128, 8)),
         ),
     ),
     (
-        2048,
+        3072,
         (
             (256, Shape(16, 256)),
             (1536, Shape(32, 128)),
-            (4608, Shape(128, 128)),
-            (12288, Shape(512, 512)),
+            (4096, Shape(256, 256)),
+            (8192, Shape(128, 128, early_weights=False, streaming=True)),
             (16384, Shape(256, 256, early_weights=False)),
-            (32768, Shape(512, 512, 2)),
-            (65536, Shape(256, 256, 4, early_weights=False)),
+            (32768, Shape(512, 512, early_weights=False)),
+            (65536, Shape(1024, 1024, early_weights=False)),
+            (131072, Shape(256, 256, 4, early_weights=False)),
             (1 << 30, Shape(128, 128, 8, early_weights=False)),
         ),
     ),
@@ -214,12 +221,12 @@ CLASSES: tuple[tuple[int | None, tuple[tuple[int, Shape], ...]], ...] = (
         None,
         (
             (256, Shape(16, 256)),
-            (1024, Shape(32, 128)),
-            (4608, Shape(64, 256, early_weights=False)),
-            (12288, Shape(128, 256, early_weights=False)),
-            (16384, Shape(256, 256, early_weights=False)),
-            (32768, Shape(512, 512, 2)),
-            (65536, Shape(256, 256, 4, early_weights=False)),
+            (1536, Shape(32, 128, streaming=True)),
+            (6144, Shape(256, 256)),
+            (16384, Shape(512, 512)),
+            (32768, Shape(512, 512, early_weights=False)),
+            (65536, Shape(1024, 1024, early_weights=False)),
+            (131072, Shape(256, 256, 4, early_weights=False)),
             (1 << 30, Shape(128, 128, 8, early_weights=False)),
         ),
     ),
@@ -247,6 +254,11 @@ def _registers_suffice(tile: RowTile, held: int) -> bool:
     return tile.rounds * GROUP * held // 4 <= min(64, per_thread // 2)
 
 
+def _weights_fit(tile: RowTile, held: int) -> bool:
+    """Weights (at worst fp32) may wait beside the row where both leave half of the registers."""
+    return tile.rounds * GROUP * (held + 4) // 4 <= min(255, 65536 // tile.num_threads) // 2
+
+
 def pick(hidden_size: int, vec: int, loaded: tuple[int, ...], held: int, sm: int, rows: int) -> RowTile:
     """The tile for a row of H elements; pure.
 
@@ -267,7 +279,7 @@ def pick(hidden_size: int, vec: int, loaded: tuple[int, ...], held: int, sm: int
         prefetch=shape.prefetch, streaming=shape.streaming,
     )  # fmt: skip
     if _registers_suffice(tile, held):
-        return tile
+        return replace(tile, early_weights=tile.early_weights and _weights_fit(tile, held))
     tile = replace(tile, num_threads=threads, early_weights=False, streaming=False)
     if vec * min(loaded) >= 4:  # the least that cp.async moves
         staged = replace(tile, hold="shared", staged=True)

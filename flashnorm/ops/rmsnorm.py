@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,13 +32,16 @@ def _program(
     )
 
 
+_FORMULAS: dict[str | None, Callable[..., None]] = {
+    None: reference.rmsnorm,
+    "residual": reference.fused_add_rmsnorm,
+    "h": reference.add_rmsnorm,
+}
+
+
 def _declare(name: str, functional: Op | None = None, **kind: Any) -> Op:
     residual = kind.get("residual")
-    formula = {
-        None: reference.rmsnorm,
-        "residual": reference.fused_add_rmsnorm,
-        "h": reference.add_rmsnorm,
-    }[residual]
+    formula = _FORMULAS[residual]
     return Op(
         name,
         program=functools.partial(_program, **kind),
@@ -103,7 +106,7 @@ def rmsnorm(
     if return_rstd:
         rstd = RMSNORM.empty("rstd", input)
         return _rmsnorm(input, weight, out, rstd, eps, numerics, enable_pdl), rstd
-    return _rmsnorm(input, weight, out, None, eps, numerics, enable_pdl)  # type: ignore[no-any-return]
+    return _rmsnorm(input, weight, out, None, eps, numerics, enable_pdl)
 
 
 def gemma_rmsnorm(
@@ -125,7 +128,7 @@ def gemma_rmsnorm(
     if return_rstd:
         rstd = GEMMA_RMSNORM.empty("rstd", input)
         return _gemma_rmsnorm(input, weight, out, rstd, eps, numerics, enable_pdl), rstd
-    return _gemma_rmsnorm(input, weight, out, None, eps, numerics, enable_pdl)  # type: ignore[no-any-return]
+    return _gemma_rmsnorm(input, weight, out, None, eps, numerics, enable_pdl)
 
 
 def fused_add_rmsnorm(

@@ -31,7 +31,7 @@ class RowSums {
   // What canonical_sum asks for: h.
   FN_HOST_DEVICE void whole(float (&h)[kStep], int col) const { fetch(h, At<Whole>{row_, col, {}}); }
   FN_HOST_DEVICE void part(float (&h)[kStep], int col, int count) const {
-    fetch(h, At<Ragged>{row_, col, {count, 1}});
+    fetch(h, At<Ragged>{row_, col, {count}});
   }
 
  private:
@@ -69,20 +69,24 @@ FN_HOST_DEVICE void finish(const Program& program, const State& state, const At<
   program.store.put(v, out);
 }
 
-// One row. `next` is prefetched while this one is stored, so that memory is read while it is written.
+// One row. Where stores are streamed, the rows come from memory as well: `next` is prefetched while this one is
+// stored, so that memory is read while it is written. Rows in a cache would only be slowed down by it (13 %).
 template <class OutAccess, class Program>
 FN_HOST_DEVICE void forward_row(const Program& program, int hidden_size, Row row, Row next) {
   RowSums<std::decay_t<decltype(program.load)>> sums(program.load, row, hidden_size);
+  constexpr bool kPrefetch = std::is_same_v<OutAccess, Stream>;
   const auto state = program.stats.compute(sums);
   program.saves.put(state, row);
   int col = 0;
   for (; col + kStep <= hidden_size; col += kStep) {
-    typename std::decay_t<decltype(program.load)>::template Raw<kStep> unused;
-    program.load.fetch(unused, At<Touch>{next, col, {}});
+    if constexpr (kPrefetch) {
+      typename std::decay_t<decltype(program.load)>::template Raw<kStep> unused;
+      program.load.fetch(unused, At<Touch>{next, col, {}});
+    }
     finish(program, state, At<Whole>{row, col, {}}, At<OutAccess>{row, col, {}});
   }
   if (col < hidden_size) {
-    const At<Ragged> at{row, col, {hidden_size - col, 1}};
+    const At<Ragged> at{row, col, {hidden_size - col}};
     finish(program, state, at, at);
   }
 }

@@ -28,13 +28,18 @@ struct Values {
 };
 
 // One block of 32 lanes, after its step s = 16 and, for narrow vectors, 8 and 4: W lane sums. `term(i)`
-// gives the i-th vector of the block's 256 elements. Which lane lies where is what `fold_blocks` undoes.
+// gives the i-th vector of the block's 256 elements. Which lane lies where is what `fold_lanes` undoes. Lanes
+// that do not exist must leave a sum as it is: they are -0, since adding +0 makes +0 of -0.
 template <class Term>
-FN_HOST_DEVICE V fold_block(Term&& term) {
+FN_HOST_DEVICE V fold_block(Term&& term, int lanes = kBlockLanes) {
   constexpr int kParts = kBlockLanes / W;
   V part[kParts];
-#pragma GCC unroll 8
+#pragma GCC unroll 2
   for (int p = 0; p < kParts; ++p) {
+    if (p * W >= lanes) {
+      part[p] = splat(-0.0f);
+      continue;
+    }
     V t[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) t[i] = term(p * 8 + i);
@@ -51,18 +56,11 @@ FN_HOST_DEVICE V fold_block(Term&& term) {
   return part[0];
 }
 
-// The rest: the last log2(W) steps inside every block, W blocks at once, then the blocks. `blocks` is a
-// power of two; `sums` has room for kMaxBlocks and is overwritten.
-inline __attribute__((noinline)) float fold_blocks(V* sums, int blocks) {
-  // The bits of a vector's index are now, from the top, lanes 1 0 3 2 (W = 16), 0 2 1 (8) or 1 0 (4). The
-  // folds take them as 3 2 1 0 (2 1 0, 1 0) and leave the block's number, in natural order. Where blocks
-  // run out, something is folded that ends up in the place of a block that does not exist.
-  if (blocks == 1) sums[1] = V{};
-  int left = blocks;
-  const auto fold = [&](V (*pair)(V, V)) __attribute__((always_inline)) {
-    left = left > 1 ? left / 2 : 1;
-    for (int i = 0; i < left; ++i) sums[i] = pair(sums[2 * i], sums[2 * i + 1]);
-  };
+// The last log2(W) steps inside a block, for W blocks at once. The bits of a vector's index are now, from the
+// top, lanes 1 0 3 2 (W = 16), 0 2 1 (8) or 1 0 (4): the folds take the lanes in falling order and leave the
+// number of the block, in natural order. fold(pair) applies a fold to all pairs of vectors there are.
+template <class Fold>
+FN_HOST_DEVICE void fold_lanes(Fold&& fold) {
   fold([](V a, V b) { return fold_bit1(a, b); });
   fold([](V a, V b) { return fold_bit0(a, b); });
 #if FN_CPU_WIDTH == 16
@@ -71,6 +69,22 @@ inline __attribute__((noinline)) float fold_blocks(V* sums, int blocks) {
 #if FN_CPU_WIDTH >= 8
   fold([](V a, V b) { return fold_bit2(a, b); });
 #endif
+}
+
+// The rest, for a row of one block.
+FN_HOST_DEVICE float fold_only_block(V v) {
+  fold_lanes([&](auto pair) __attribute__((always_inline)) { v = pair(v, v); });
+  return v[0];
+}
+
+// The rest, for `blocks` blocks, a power of two above 1. `sums` is overwritten.
+inline __attribute__((noinline)) float fold_blocks(V* sums, int blocks) {
+  int left = blocks;
+  fold_lanes([&](auto pair) __attribute__((always_inline)) {
+    // Where blocks run out, a leftover is folded that ends up in the place of a block that does not exist.
+    left = left > 1 ? left / 2 : 1;
+    for (int i = 0; i < left; ++i) sums[i] = pair(sums[2 * i], sums[2 * i + 1]);
+  });
   for (int s = blocks / W / 2; s >= 1; s /= 2) {
     for (int i = 0; i < s; ++i) sums[i] = sums[i] + sums[i + s];
   }
@@ -82,8 +96,7 @@ inline __attribute__((noinline)) float fold_blocks(V* sums, int blocks) {
   if (blocks > 4) v = fold_bit2(v, v);
 #endif
   if (blocks > 2) v = fold_bit1(v, v);
-  if (blocks > 1) v = fold_bit0(v, v);
-  return v[0];
+  return fold_bit0(v, v)[0];
 }
 
 // put(i, h) for the vectors of the elements [begin, end), where i counts from begin: whole steps, and a
@@ -121,15 +134,15 @@ __attribute__((noinline)) float sum_rounds(const Row& row, int hidden) {
   return fold_blocks(sums, kMaxBlocks);
 }
 
-// The terms of a block that the row does not fill, whole vectors: the elements from `begin` on, then +0, and
-// -0 for lanes that do not exist. Those must leave a sum as it is: adding -0 does, adding +0 makes +0 of -0.
+// A block that the row does not fill: its elements from `begin` on, then +0. A row of one block has `lanes`
+// of its 32 lanes.
 template <class Terms, class Row>
 FN_HOST_DEVICE V fold_last_block(const Row& row, int begin, int hidden, int lanes) {
   constexpr int kVectors = kStep / W;
   float h[kStep];
-  return fold_block([&](int i) __attribute__((always_inline)) {
+  const auto term = [&](int i) __attribute__((always_inline)) {
     const int col = begin + i * W, first = begin + i / kVectors * kStep;
-    if (col >= lanes * kGroup) return splat(-0.0f);
+    if (col >= begin + lanes * kGroup) return splat(-0.0f);
     if (first >= hidden) return V{};
     if (i % kVectors == 0) {
       if (first + kStep <= hidden) {
@@ -143,7 +156,8 @@ FN_HOST_DEVICE V fold_last_block(const Row& row, int begin, int hidden, int lane
       for (int j = kGroup; j < W; ++j) t[j] = -0.0f;  // half of the only vector
     }
     return t;
-  });
+  };
+  return fold_block(term, lanes);
 }
 
 // sum(t) over a row. `row.whole(h, col)` gives the kStep elements from col on, `row.part(h, col, count)`
@@ -152,11 +166,12 @@ template <class Terms, class Row>
 FN_HOST_DEVICE float canonical_sum(const Row& row, int hidden) {
   if (hidden > kRound) return sum_rounds<Terms>(row, hidden);
   // Every lane has one group: nothing accumulates, and terms go from the row into the folds.
-  alignas(64) V sums[kMaxBlocks];
   const int groups = (hidden + kGroup - 1) / kGroup;
   int lanes = 1;
   while (lanes < groups) lanes *= 2;
-  const int blocks = lanes > kBlockLanes ? lanes / kBlockLanes : 1;
+  const int blocks = lanes / kBlockLanes;
+  if (blocks <= 1) return fold_only_block(fold_last_block<Terms>(row, 0, hidden, lanes));
+  alignas(64) V sums[kMaxBlocks];
   int done = 0;
   for (; (done + 1) * kBlock <= hidden; ++done) {
     float h[kStep];
@@ -167,7 +182,7 @@ FN_HOST_DEVICE float canonical_sum(const Row& row, int hidden) {
     });
   }
   if (done * kBlock < hidden) {
-    sums[done] = fold_last_block<Terms>(row, done * kBlock, hidden, lanes);
+    sums[done] = fold_last_block<Terms>(row, done * kBlock, hidden, kBlockLanes);
     ++done;
   }
   for (; done < blocks; ++done) sums[done] = V{};

@@ -95,32 +95,34 @@ struct OpenMp {
   }
 };
 
-// body(begin, end) over [0, rows), in one consecutive piece for every thread and at least `grain` rows
-// each. Row results do not depend on the split. `body` must not throw.
+// body(begin, end) over [0, rows), in one consecutive piece for every thread and about `grain` rows each or
+// more. Results of rows do not depend on the split. `body` must not throw.
 template <class F>
 void parallel_rows(int64_t rows, int64_t grain, const F& body) {
   const OpenMp* omp = rows > grain ? &OpenMp::loaded() : nullptr;
   if (omp == nullptr || omp->parallel == nullptr || omp->in_parallel()) return body(int64_t(0), rows);
-  const int64_t useful = (rows + grain - 1) / grain;
-  const int64_t limit = omp->max_threads();
-  const int64_t threads = useful < limit ? useful : limit;
-  if (threads <= 1) return body(int64_t(0), rows);
+  const int limit = omp->max_threads();
+  if (limit <= 1) return body(int64_t(0), rows);
 
   struct Shared {
     const F& body;
     const OpenMp& omp;
     int64_t rows;
-  } shared{body, *omp, rows};
+    int64_t pieces;
+  } shared{body, *omp, rows, (rows + grain - 1) / grain};
+  // Always the whole team, as torch does: for a smaller one libgomp ends the threads that are left over, and
+  // the next call that wants them starts new ones.
   omp->parallel(
       [](void* data) {
         const auto& work = *static_cast<const Shared*>(data);
-        const int64_t count = work.omp.num_threads(), index = work.omp.thread_num();
+        const int64_t team = work.omp.num_threads(), index = work.omp.thread_num();
+        const int64_t count = work.pieces < team ? work.pieces : team;
         const int64_t share = work.rows / count, more = work.rows % count;
         const int64_t begin = index * share + (index < more ? index : more);
         const int64_t end = begin + share + (index < more ? 1 : 0);
-        if (begin < end) work.body(begin, end);
+        if (index < count) work.body(begin, end);
       },
-      &shared, unsigned(threads), 0);
+      &shared, unsigned(limit), 0);
 }
 
 }  // namespace cpu

@@ -31,17 +31,20 @@ const DeviceFacts& device_facts(int device) {
         "cudaDeviceGetAttribute");
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
-  for_each_kernel<Program>([&](RowKernel<Program> kernel, bool streamed) {
+  facts.sm = 10 * major + minor;
+  for_each_kernel<Program>([&](RowKernel<Program> kernel, auto tile) {
     const void* function = reinterpret_cast<const void*>(kernel);
     cudaFuncAttributes loaded;
     check(cudaFuncGetAttributes(&loaded, function), "loading a row kernel");
-    if (streamed) {
+    // Code made for an older architecture (PTX that the driver translated) has neither clusters nor the wait
+    // of a dependent launch in it, whatever the device could do.
+    if (loaded.ptxVersion < facts.sm) facts.sm = loaded.ptxVersion;
+    if (tile.kLanes == 0) {
       check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  facts.shared_memory - kOwnSharedMemory),
             "cudaFuncSetAttribute");
     }
   });
-  facts.sm = 10 * major + minor;
   known[device] = facts;
   return known[device];
 }
@@ -68,13 +71,26 @@ class DeviceGuard {
 };
 
 #ifdef FLASHNORM_TUNING
-// Tuning builds only (benchmarks/tune_cuda.py): a plan from outside instead of `pick`'s.
+// Tuning builds only (benchmarks/tune_cuda.py): a plan from outside instead of `pick`'s, and what there is to choose.
 inline Plan& forced_plan() {
-  static Plan plan{0, 0, 0, 0, 0};
+  static Plan plan{};
   return plan;
 }
-inline void force_plan(int threads, int rows, int cluster, int lanes, int groups) {
-  forced_plan() = {threads, rows, cluster, lanes, groups};
+inline void force_plan(int threads, int rows, int cluster, int lanes, int groups, bool prefetch) {
+  forced_plan() = {threads, rows, cluster, lanes, groups, prefetch};
+}
+
+// threads, cluster, lanes, groups and whether it is for rows that are not whole aligned groups, of every tile.
+inline std::string tiles() {
+  std::string text;
+  for_each_tile(
+      [&](auto tile) {
+        const bool shifted = std::is_same_v<typename decltype(tile)::Access, Shifted>;
+        const int numbers[] = {tile.kThreads, tile.kCluster, tile.kLanes, tile.kGroups, int(shifted)};
+        for (const int number : numbers) text += std::to_string(number) + " ";
+      },
+      Tiles{});
+  return text;
 }
 #endif
 
@@ -122,4 +138,5 @@ void launch_rows(const Program& program, const Operands& operands, bool enable_p
 #ifdef FLASHNORM_TUNING
 #include <tvm/ffi/function.h>
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(force_plan, flashnorm::force_plan)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(tiles, flashnorm::tiles)
 #endif

@@ -4,25 +4,52 @@
 
 #include <cstdint>
 
-#include "../reduce.cuh"
+#include "../row_forward.cuh"
 
 namespace flashnorm {
 
 // What the plan needs to know of a device.
 struct DeviceFacts {
-  int sm = 0;  // 90 for compute capability 9.0
+  int sm = 0;  // 90 for compute capability 9.0; what the code was compiled for, if that is less
   int processors = 0;
   int shared_memory = 0;  // bytes a CTA may have
 };
 
 // How a launch is split. No result depends on it.
 struct Plan {
-  int threads;  // a row, in one CTA
-  int rows;     // a CTA
-  int cluster;  // CTAs a row
-  int lanes;    // a thread, in registers; 0: streamed
-  int groups;   // a lane
+  int threads;    // a row, in one CTA
+  int rows;       // a CTA
+  int cluster;    // CTAs a row
+  int lanes;      // a thread, in registers; 0: streamed
+  int groups;     // a lane
+  bool prefetch;  // before the wait for the earlier kernel
 };
+
+// The tiles there are. Each is a kernel to build, about 0.4 s; a plan with `lanes` is one of them.
+//
+// Holding maps back until the sum is known frees registers for the row, and so room for rows. Streamed marks help
+// where the rows of a launch and its weights together just fit the L2 (1024 x 8192: 9.6 us, 10.0 without).
+using Tiles = TileList<
+    // threads, cluster, lanes, groups
+    Tile<0, 1, 1, 1>,                     // a lane a thread: narrow rows, and few rows
+    Tile<32, 1, 2, 1>,                    // a warp a row, without a barrier: many rows of up to 2048
+    Tile<32, 1, 4, 1>,                    //
+    Tile<32, 1, 8, 1>,                    //
+    Tile<128, 1, 8, 1, Streamed, false>,  // some rows of up to 8192
+    Tile<256, 1, 2, 1>,                   // many rows of up to 4096
+    Tile<256, 1, 4, 1>,                   // of up to 8192
+    Tile<512, 1, 2, 1>,                   //
+    Tile<512, 1, 2, 2>,                   // of up to 16384
+    Tile<512, 1, 2, 4, Whole, false>,     // of up to 32768
+    Tile<512, 2, 1, 4>,                   // few rows of up to 32768
+    Tile<256, 4, 1, 8, Whole, false>,     // of up to 65536
+    Tile<128, 8, 1, 16, Whole, false>,    // of up to 131072
+    // rows of any width and alignment
+    Tile<0, 1, 1, 1, Shifted>,      //
+    Tile<256, 1, 2, 1, Shifted>,    //
+    Tile<256, 1, 4, 1, Shifted>,    //
+    // streamed, a lane a thread: rows of more than 8192 that registers do not hold
+    Tile<1024, 1, 0, 0>, Tile<256, 4, 0, 0>, Tile<128, 8, 0, 0>, Tile<1024, 1, 0, 0, Shifted>>;
 
 // A thread's part of a row stays in registers up to this many bytes, else in shared memory.
 constexpr int kRegisterBytes = 256;
@@ -33,34 +60,66 @@ inline int round_up_to_power_of_two(int value) {
   return power;
 }
 
-// The plan for rows of `hidden_size` elements. Figures from an H200 (benchmarks/tune_cuda.py), bfloat16:
-// few rows want many threads each, many rows want few, and wide rows a cluster, so that a processor
-// holds several rows' parts and loads one while it stores another.
-inline Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int width, int kept_bytes) {
+inline Plan one_lane(int lanes, int cta) { return {lanes, lanes < cta ? cta / lanes : 1, 1, 1, 1, false}; }
+
+// Rows of up to 8192 elements that are not whole aligned groups.
+inline Plan pick_shifted(int hidden_size) {
   const int lanes = lanes_of(hidden_size);
+  if (hidden_size > kGroup * kMaxLanes) return {kMaxLanes, 1, 1, 0, 0, false};
+  return lanes <= 256 ? one_lane(lanes, 256) : Plan{256, 1, 1, lanes / 256, 1, false};
+}
+
+// Few rows: latency counts. A group or two a thread, and clusters from where a CTA has not enough threads for it.
+inline Plan pick_for_few(int hidden_size, bool clusters) {
+  const int lanes = lanes_of(hidden_size);
+  if (lanes < kMaxLanes) return one_lane(lanes, lanes <= 16 ? 64 : 32);
+  if (hidden_size <= 8192) return {512, 1, 1, 2, 1, false};
+  if (hidden_size <= 16384) return {512, 1, 1, 2, 2, false};
+  if (!clusters) return {1024, 1, 1, 0, 0, false};
+  if (hidden_size <= 32768) return {512, 1, 2, 1, 4, false};
+  if (hidden_size <= 65536) return {256, 1, 4, 1, 8, false};
+  if (hidden_size <= 131072) return {128, 1, 8, 1, 16, false};
+  return {128, 1, 8, 0, 0, false};
+}
+
+// Many rows: bandwidth counts. Few barriers and 16 elements a thread or more, as long as a processor still holds
+// more than one row.
+inline Plan pick_for_many(int hidden_size, int size, bool some, bool clusters) {
+  const int lanes = lanes_of(hidden_size);
+  if (lanes <= 32) return one_lane(lanes, 256);
+  if (lanes <= 256 && size <= 1536) return {32, 4, 1, lanes / 32, 1, false};
+  if (lanes <= 256) return one_lane(lanes, 256);
+  if (lanes == 512) return {256, 1, 1, 2, 1, false};
+  if (hidden_size <= 8192 && some && size <= 8192) return {128, 1, 1, 8, 1, false};
+  if (size <= 6144) return {256, 1, 1, 4, 1, false};
+  if (hidden_size <= 8192) return {512, 1, 1, 2, 1, false};
+  if (hidden_size <= 16384) return {512, 1, 1, 2, 2, false};
+  if (size <= 32768) return {512, 1, 1, 2, 4, false};
+  if (size <= 65536 || !clusters) return {1024, 1, 1, 0, 0, false};
+  if (size <= 131072) return {256, 1, 4, 0, 0, false};
+  return {128, 1, 8, 0, 0, false};
+}
+
+// The plan for rows of `hidden_size` elements. Figures from an H200 (benchmarks/tune_cuda.py), bfloat16, in rows a
+// processor.
+inline Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int width, int kept_bytes) {
   if (width < kGroup) {
-    const int per_cta = lanes >= 256 ? 1 : 256 / lanes;
-    return {lanes, per_cta, 1, 0, 0};
+    Plan plan = pick_shifted(hidden_size);
+    plan.prefetch = 4 * rows <= 5 * device.processors;
+    return plan;
   }
-  if (hidden_size <= kGroup * kMaxLanes) {
-    // Lanes a thread: as few as fill the machine once.
-    int held = 1;
-    const int most = lanes >= 1024 ? 2 : 4;
-    while (held < most && lanes / held > 32 && rows * (lanes / held) > int64_t(device.processors) * 1024) held *= 2;
-    const int threads = lanes / held;
-    const int in_cta = threads >= 128 ? threads : threads <= 16 ? 256 : 128;
-    return {threads, in_cta / threads, 1, held, 1};
-  }
-  const int groups = round_up_to_power_of_two((hidden_size + kGroup * kMaxLanes - 1) / (kGroup * kMaxLanes));
-  if (device.sm < 90) {
-    // No clusters: up to 16384 in registers, wider rows through shared memory.
-    if (groups == 2 && rows > device.processors) return {256, 1, 1, 4, 2};
-    if (groups == 2) return {1024, 1, 1, 1, 2};
-    return {1024, 1, 1, 0, 0};
-  }
-  const int cluster = groups == 2 && rows <= device.processors ? 2 : groups <= 8 ? 4 : 8;
-  const bool registers = groups * kGroup * kept_bytes <= kRegisterBytes;
-  return {kMaxLanes / cluster, 1, cluster, registers ? 1 : 0, registers ? groups : 0};
+  const bool clusters = device.sm >= 90;
+  const bool few = 4 * rows <= 5 * device.processors;
+  const int size = hidden_size * kept_bytes / 2;
+  const auto fits = [&](const Plan& plan) {
+    return plan.lanes * plan.groups * kGroup * kept_bytes <= kRegisterBytes;
+  };
+  Plan plan = rows <= 6 * device.processors
+                  ? pick_for_few(hidden_size, clusters)
+                  : pick_for_many(hidden_size, size, rows <= 24 * device.processors, clusters);
+  if (!fits(plan)) plan = pick_for_many(hidden_size, 1 << 30, false, clusters);
+  plan.prefetch = few;
+  return plan;
 }
 
 }  // namespace flashnorm

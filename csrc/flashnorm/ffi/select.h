@@ -10,56 +10,31 @@ namespace flashnorm {
 template <class Program>
 using RowKernel = void (*)(Program, RowGrid);
 
-template <class Program, int kLanes, int kGroups, int kMaxThreads>
-RowKernel<Program> if_it_fits() {
-  if constexpr (kLanes * kGroups * sizeof(Pack<typename decltype(Program::load)::Kept, kGroup>) <= kRegisterBytes) {
-    return rows_in_registers<Program, kLanes, kGroups, kMaxThreads>;
-  } else {
-    return nullptr;
-  }
+// Whether a tile is the plan's, for rows of whole aligned groups or for others.
+template <class Tile>
+bool carries_out(const Plan& plan, bool whole) {
+  return (Tile::kThreads == 0 || Tile::kThreads == plan.threads) && Tile::kCluster == plan.cluster &&
+         Tile::kLanes == plan.lanes && Tile::kGroups == plan.groups && (Tile::kManyRows || plan.rows == 1) &&
+         std::is_same_v<typename Tile::Access, Shifted> != whole;
 }
 
-// The kernel that holds a row in registers, or null where there is none of that shape. Few shapes: each
-// costs about half a second when an operator is built.
-template <class Program>
-RowKernel<Program> registers_kernel(int lanes, int groups) {
-  switch (lanes * 32 + groups) {
-    case 1 * 32 + 1:
-      return if_it_fits<Program, 1, 1, 1024>();
-    case 2 * 32 + 1:
-      return if_it_fits<Program, 2, 1, 512>();
-    case 4 * 32 + 1:
-      return if_it_fits<Program, 4, 1, 256>();
-    case 4 * 32 + 2:
-      return if_it_fits<Program, 4, 2, 256>();
-    case 1 * 32 + 2:
-      return if_it_fits<Program, 1, 2, 1024>();
-    case 1 * 32 + 4:
-      return if_it_fits<Program, 1, 4, 512>();
-    case 1 * 32 + 8:
-      return if_it_fits<Program, 1, 8, 256>();
-    case 1 * 32 + 16:
-      return if_it_fits<Program, 1, 16, 128>();
-    default:
-      return nullptr;
-  }
+template <class Visit, class... Each>
+void for_each_tile(Visit&& visit, TileList<Each...>) {
+  (visit(Each{}), ...);
 }
 
-template <class Program>
-RowKernel<Program> streamed_kernel(bool whole) {
-  return whole ? rows_streamed<Program, Whole> : rows_streamed<Program, Ragged>;
-}
-
-// Calls `visit(kernel, streamed)` for every kernel of the program.
+// Calls `visit(kernel, tile)` for every kernel of the program.
 template <class Program, class Visit>
-void for_each_kernel(Visit visit) {
-  for (int lanes = 1; lanes <= 4; lanes *= 2) {
-    for (int groups = 1; groups <= 16; groups *= 2) {
-      if (const RowKernel<Program> kernel = registers_kernel<Program>(lanes, groups)) visit(kernel, false);
-    }
-  }
-  visit(streamed_kernel<Program>(true), true);
-  visit(streamed_kernel<Program>(false), true);
+void for_each_kernel(Visit&& visit) {
+  using Kept = typename decltype(Program::load)::Kept;
+  for_each_tile(
+      [&](auto tile) {
+        using Tile = decltype(tile);
+        if constexpr (Tile::kLanes * Tile::kGroups * sizeof(Pack<Kept, kGroup>) <= kRegisterBytes) {
+          visit(static_cast<RowKernel<Program>>(row_forward<Program, Tile>), tile);
+        }
+      },
+      Tiles{});
 }
 
 // What a kernel takes of a CTA's shared memory besides the row: its slots, with room to spare.
@@ -75,17 +50,22 @@ struct RowLaunch {
 
 template <class Program>
 RowLaunch<Program> row_launch(const Program&, const Operands& operands, const Plan& plan, const DeviceFacts& device) {
-  using Kept = typename decltype(Program::load)::Kept;
+  using Raw = typename decltype(Program::load)::template Raw<kGroup>;
   const int64_t rows = operands.rows();
-  RowLaunch<Program> launch{registers_kernel<Program>(plan.lanes, plan.groups), {}, 0, 0};
-  launch.grid = {rows, operands.inner(), operands.hidden_size(), operands.width(), plan.cluster, 0, false};
-  while ((1 << launch.grid.cluster_shift) < plan.cluster) ++launch.grid.cluster_shift;
-  launch.ctas = (rows + plan.rows - 1) / plan.rows * plan.cluster;
+  const bool whole = operands.width() == kGroup;
+  RowLaunch<Program> launch{nullptr, {rows, operands.inner(), operands.hidden_size(), plan.prefetch, false}, 0, 0};
+  for_each_kernel<Program>([&](RowKernel<Program> kernel, auto tile) {
+    if (carries_out<decltype(tile)>(plan, whole)) launch.kernel = kernel;
+  });
   if (launch.kernel == nullptr) {
-    launch.kernel = streamed_kernel<Program>(operands.width() == kGroup);
+    TVM_FFI_THROW(RuntimeError) << "no kernel for " << plan.threads << " threads x " << plan.cluster << " CTAs a row, "
+                                << plan.lanes << " lanes a thread, " << plan.groups << " groups a lane";
+  }
+  launch.ctas = (rows + plan.rows - 1) / plan.rows * plan.cluster;
+  if (plan.lanes == 0) {
     const int columns = kGroup * plan.threads * plan.cluster;
     const int64_t groups = (operands.hidden_size() + columns - 1) / columns * plan.threads * plan.rows;
-    const int64_t bytes = groups * int64_t(sizeof(Pack<Kept, kGroup>));
+    const int64_t bytes = groups * int64_t(sizeof(Raw));
     launch.grid.staged = bytes <= device.shared_memory - kOwnSharedMemory;
     if (launch.grid.staged) launch.stage_bytes = int(bytes);
   }

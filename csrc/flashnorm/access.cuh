@@ -1,0 +1,167 @@
+// How the GPU's kernels touch memory, beyond the whole packs of vec.cuh; to be included before it.
+//
+// These are values of `At::access`, so stages know nothing of them. What a stage would load with `Touch` is
+// prefetched, what it loads with `Async` is copied to shared memory, `Streamed` marks rows as used once,
+// and `Shifted` reads and writes rows of any width and alignment.
+#pragma once
+
+#include <type_traits>
+
+#include "device.cuh"
+#include "types.cuh"
+
+namespace flashnorm {
+
+// Nothing is read: the line comes into L2.
+struct Touch {};
+
+// The pack is in shared memory, and is there once `await_copies` returns.
+struct Async {};
+
+// Whole packs of rows that make room in the caches for what other rows share.
+struct Streamed {};
+
+// The pack's place is aligned for an element, no more. `left` elements of the row begin there, `before`
+// come before it. A store is the work of a warp: all its threads call it, neighbours with neighbouring
+// packs, and those whose pack lies beyond the row (left <= 0) as well.
+struct Shifted {
+  int left;
+  int before;
+};
+
+#if FN_KERNELS
+namespace detail {
+
+template <bool kOnce, class T, int N>
+FN_DEVICE void load(Pack<T, N>&, const T* from, Touch) {
+  prefetch(from);
+}
+
+template <bool kOnce, class T, int N>
+FN_DEVICE void load(Pack<T, N>& pack, const T* from, Async) {
+  FN_UNROLL
+  for (int i = 0; i < Pack<T, N>::kBytes / 16; ++i) {
+    start_copy(reinterpret_cast<uint4*>(pack.words) + i, reinterpret_cast<const uint4*>(from) + i);
+  }
+}
+
+FN_DEVICE void put_words(uint32_t* to, uint4 v) { to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w; }
+FN_DEVICE uint4 get_words(const uint32_t* from) { return make_uint4(from[0], from[1], from[2], from[3]); }
+
+template <bool kOnce, class T, int N>
+FN_DEVICE void load(Pack<T, N>& pack, const T* from, Streamed) {
+  FN_UNROLL
+  for (int i = 0; i < Pack<T, N>::kBytes / 16; ++i) {
+    const uint4* piece = reinterpret_cast<const uint4*>(from) + i;
+    put_words(pack.words + 4 * i, kOnce ? load_streamed(piece) : *piece);
+  }
+}
+
+template <class T, int N>
+FN_DEVICE void store(T* to, const Pack<T, N>& pack, Streamed) {
+  FN_UNROLL
+  for (int i = 0; i < Pack<T, N>::kBytes / 16; ++i) {
+    store_streamed(reinterpret_cast<uint4*>(to) + i, get_words(pack.words + 4 * i));
+  }
+}
+
+// ---------------------------------------------------------------- shifted rows
+// A pack at an odd place lies in one more aligned piece of 16 bytes than it fills: it is read as those
+// pieces, shifted. To be written, it is joined to the end of the pack that the thread before holds, and
+// shifted the other way. Elements whose piece is not wholly in the row, or whose neighbour is in another
+// warp, move one by one.
+
+template <int kStep, int kCount>
+FN_DEVICE void move_down(uint32_t (&words)[kCount], bool moves) {
+  FN_UNROLL
+  for (int i = 0; i < kCount - kStep; ++i) words[i] = moves ? words[i + kStep] : words[i];
+}
+
+// words[i] <- the word at byte 4 * i + `bytes`; `bytes` is 0 to 16. The last four words are used up.
+template <int kCount>
+FN_DEVICE void shift_down(uint32_t (&words)[kCount], uint32_t bytes) {
+  move_down<4>(words, bytes & 16);
+  move_down<2>(words, bytes & 8);
+  move_down<1>(words, bytes & 4);
+  FN_UNROLL
+  for (int i = 0; i < kCount - 4; ++i) {
+    words[i] = uint32_t((uint64_t(words[i + 1]) << 32 | words[i]) >> 8 * (bytes % 4));
+  }
+}
+
+template <class T>
+FN_DEVICE void load_element(uint32_t* words, int i, const T* from) {
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, std::conditional_t<sizeof(T) == 2, uint16_t, uint8_t>>;
+  const int byte = i * int(sizeof(T));
+  words[byte / 4] |= uint32_t(*reinterpret_cast<const Bits*>(from + i)) << 8 * (byte % 4);
+}
+
+template <class T>
+FN_DEVICE void store_element(T* to, int i, const uint32_t* words) {
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, std::conditional_t<sizeof(T) == 2, uint16_t, uint8_t>>;
+  const int byte = i * int(sizeof(T));
+  *reinterpret_cast<Bits*>(to + i) = Bits(words[byte / 4] >> 8 * (byte % 4));
+}
+
+template <bool kOnce, class T, int N>
+FN_DEVICE void load(Pack<T, N>& pack, const T* from, Shifted at) {
+  constexpr int kWords = Pack<T, N>::kWords, kPiece = 16 / int(sizeof(T));
+  const uint32_t bytes = uint32_t(reinterpret_cast<uintptr_t>(from)) % 16;
+  const int skipped = bytes / int(sizeof(T));  // elements of the first piece that are not the pack's
+  if (at.before >= skipped && at.left >= N + (skipped > 0 ? kPiece - skipped : 0)) {
+    const uint4* pieces = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(from) - bytes);
+    uint32_t words[kWords + 4] = {};
+    FN_UNROLL
+    for (int i = 0; i <= kWords / 4; ++i) {
+      if (i < kWords / 4 || skipped > 0) put_words(words + 4 * i, pieces[i]);
+    }
+    shift_down(words, bytes);
+    FN_UNROLL
+    for (int i = 0; i < kWords; ++i) pack.words[i] = words[i];
+  } else {
+    clear(pack);
+    FN_UNROLL
+    for (int i = 0; i < N; ++i) {
+      if (i < at.left) load_element(pack.words, i, from);
+    }
+  }
+}
+
+template <class T, int N>
+FN_DEVICE void store(T* to, const Pack<T, N>& pack, Shifted at) {
+  constexpr int kWords = Pack<T, N>::kWords, kPiece = 16 / int(sizeof(T));
+  const uint32_t bytes = uint32_t(reinterpret_cast<uintptr_t>(to)) % 16;
+  const int skipped = bytes / int(sizeof(T));
+  const int head = kPiece - skipped;  // elements in the piece that the pack shares with the one before it
+  const int own = at.left < 0 ? 0 : at.left < N ? at.left : N;
+  const int thread = int(threadIdx.x + threadIdx.y * blockDim.x) % 32;
+  const bool follows = threadIdx.x > 0 && thread > 0;
+  const bool leads = threadIdx.x + 1 < blockDim.x && thread < 31;
+
+  uint32_t words[kWords + 4];
+  FN_UNROLL
+  for (int i = 0; i < 4; ++i) words[i] = shuffle_up(pack.words[kWords - 4 + i]);
+  FN_UNROLL
+  for (int i = 0; i < kWords; ++i) words[4 + i] = pack.words[i];
+  shift_down(words, 16 - bytes);
+
+  // Elements [begin, end) are written in pieces, by this thread or by the next.
+  const int begin = skipped == 0 || follows ? 0 : head;
+  int end = own < head ? 0 : head + (own - head) / kPiece * kPiece;
+  uint4* pieces = reinterpret_cast<uint4*>(reinterpret_cast<char*>(to) - bytes);
+  FN_UNROLL
+  for (int i = 0; i < kWords / 4; ++i) {
+    const int last = head + i * kPiece;  // where piece i ends
+    if (begin < last && last <= end) pieces[i] = get_words(words + 4 * i);
+  }
+  if (own == N && leads && at.left - N >= head) end = N;
+  FN_UNROLL
+  for (int i = 0; i < N; ++i) {
+    if (i < own && (i < begin || i >= end)) store_element(to, i, pack.words);
+  }
+}
+
+}  // namespace detail
+#endif  // FN_KERNELS
+
+}  // namespace flashnorm

@@ -1,0 +1,1 @@
+"""Using flashnorm inside other libraries. Each module imports its library only where it needs it."""

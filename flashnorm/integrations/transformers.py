@@ -1,0 +1,211 @@
+"""flashnorm in Hugging Face models: `patch(model)` runs a model's RMSNorm modules on its kernels.
+
+    from flashnorm.integrations.transformers import patch, unpatch
+
+    patch(model)
+    with torch.no_grad():
+        model.generate(...)
+    unpatch(model)
+
+Only the way a module computes changes: its class, name, parameters, buffers, hooks and state dict are
+what they were, and it pickles and copies (the copy is patched too, and its own). Results round at the
+same places as the original's; the sum of squares is taken in flashnorm's own fixed order, so its last
+bit may differ (the contract's section on numerics bounds by how much).
+
+A call that the kernels do not serve runs the original forward, so nothing is lost and nothing raises:
+- a gradient is wanted (grad mode is on and the input or the weight requires one; a `torch.func`
+  transform or forward-mode differentiation is active). A model outside `torch.no_grad()` or
+  `torch.inference_mode()` whose parameters require gradients is therefore not accelerated;
+- a tensor subclass (DTensor, fake tensors), a dtype other than fp32, fp16 and bf16, or a weight in
+  another dtype than the input where the original would return the wider one.
+
+transformers itself is not imported: modules are known by their class name and attributes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import flashnorm
+from flashnorm.core.op import NUMERICS
+
+
+class Family(NamedTuple):
+    """How a class of modules computes: its numerics, and whether its gain is 1 + weight."""
+
+    numerics: str
+    gemma: bool
+
+
+_LLAMA = Family("hf-llama", gemma=False)  # weight * norm.to(dtype)
+_OLMO = Family("hf-gemma", gemma=False)  # (weight * norm).to(dtype)
+_GEMMA = Family("hf-gemma", gemma=True)  # (norm * (1 + weight)).to(dtype)
+
+# By exact class name: subclasses and similar names exist that compute something else.
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(
+        (
+            "LlamaRMSNorm",
+            "MistralRMSNorm",
+            "MixtralRMSNorm",
+            "Qwen2RMSNorm",
+            "Qwen2MoeRMSNorm",
+            "Qwen3RMSNorm",
+            "Qwen3MoeRMSNorm",
+            "Phi3RMSNorm",
+            "GraniteRMSNorm",
+            "DeepseekV2RMSNorm",
+            "DeepseekV3RMSNorm",
+            "SmolLM3RMSNorm",
+        ),
+        _LLAMA,
+    ),
+    **dict.fromkeys(("Olmo2RMSNorm", "Olmo3RMSNorm"), _OLMO),
+    **dict.fromkeys(("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"), _GEMMA),
+}
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class _Forward:
+    """The `forward` of one patched module.
+
+    An object and not a bound method: copy and pickle then go through its attributes, so that a copied
+    module gets a forward bound to the copy. `replaced` is what an unpatch puts back; None where the module
+    had no forward of its own, and its class's was used.
+    """
+
+    def __init__(self, module: nn.Module, family: Family, replaced: Any) -> None:
+        self.module = module
+        self.family = family
+        self.replaced = replaced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, (numerics, gemma) = self.module, self.family
+        weight: Any = module.weight
+        # Families name their parameter differently: a keyword is the original's business.
+        if len(args) != 1 or kwargs or not _serves(args[0], weight, gemma):
+            original: Any = type(module).forward
+            return original(module, *args, **kwargs)
+        op = flashnorm.gemma_rmsnorm if gemma else flashnorm.rmsnorm
+        return op(args[0], weight, _eps(module), numerics=numerics)
+
+
+def patch(model: nn.Module, *, numerics: str | None = None) -> int:
+    """Replaces the forward of every known RMSNorm module in `model` (itself included).
+
+    Patching again is harmless, and changes the numerics. Modules that accelerate has hooked keep their
+    hooks. Patch before `torch.compile`.
+
+    Args:
+        model: a Hugging Face model (Llama, Mistral, Mixtral, Qwen2, Qwen3, Phi-3, Granite, DeepSeek-V2 and
+            -V3, SmolLM3, OLMo2, OLMo3, Gemma 1 to 3), or one of its parts.
+        numerics: one mode for all modules, instead of their family's own.
+
+    Returns:
+        The number of modules patched.
+
+    Raises:
+        TypeError: `model` is no `nn.Module`.
+        ValueError: no module is known; one has a forward that something else has replaced; `numerics` is
+            unknown. Nothing is patched then.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if numerics is not None and numerics not in NUMERICS:
+        raise ValueError(f"numerics: got {numerics!r}, accepted are {', '.join(map(repr, NUMERICS))} and None")
+    found = [(name, module) for name, module in model.named_modules() if _known(module)]
+    if not found:
+        raise ValueError(
+            f"model: {type(model).__name__} has no RMSNorm module that flashnorm knows; known are "
+            f"{', '.join(sorted(FAMILIES))}, with a one-dimensional weight"
+        )
+    for name, module in found:
+        own = module.__dict__.get(_slot(module))
+        if not (own is None or isinstance(own, _Forward) or _bound_original(own, module)):
+            raise ValueError(
+                f"model: the forward of {name or 'the module itself'} ({type(module).__name__}) has been replaced "
+                f"by {own!r}; undo that first"
+            )
+    for _, module in found:
+        slot = _slot(module)
+        own = module.__dict__.get(slot)
+        family = FAMILIES[type(module).__name__]
+        if numerics is not None:
+            family = family._replace(numerics=numerics)
+        replaced = own.replaced if isinstance(own, _Forward) else own
+        setattr(module, slot, _Forward(module, family, replaced))
+    return len(found)
+
+
+def unpatch(model: nn.Module) -> int:
+    """Undoes `patch`: every module is what it was before, to its last attribute.
+
+    Returns:
+        The number of modules restored; 0 where none was patched.
+
+    Raises:
+        TypeError: `model` is no `nn.Module`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    restored = 0
+    for module in model.modules():
+        # Both, because accelerate moves a forward between them when its hooks come and go.
+        for slot in ("forward", "_old_forward"):
+            own = module.__dict__.get(slot)
+            if not isinstance(own, _Forward):
+                continue
+            if own.replaced is not None:
+                setattr(module, slot, own.replaced)
+            elif slot == "forward":
+                del module.forward
+            else:
+                module._old_forward = type(module).forward.__get__(module)
+            restored += 1
+    return restored
+
+
+def _known(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return (
+        type(module).__name__ in FAMILIES
+        and isinstance(weight, Tensor)
+        and weight.dim() == 1
+        and (hasattr(module, "variance_epsilon") or hasattr(module, "eps"))
+    )
+
+
+def _eps(module: nn.Module) -> float:
+    """Read at every call, as the original does."""
+    eps: Any = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return float(eps)
+
+
+def _slot(module: nn.Module) -> str:
+    """Where the computing forward is kept: accelerate's hooked modules call `_old_forward` from their own."""
+    return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
+
+
+def _bound_original(function: Any, module: nn.Module) -> bool:
+    """Whether an instance's own forward is just its class's (what accelerate leaves behind)."""
+    return getattr(function, "__self__", None) is module and getattr(function, "__func__", None) is type(module).forward
+
+
+def _serves(x: Tensor, weight: Tensor, gemma: bool) -> bool:
+    """Whether a kernel may take this call: the same result, and no gradient or transform to lose."""
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return False
+    if x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
+        return False
+    if not gemma and weight.dtype != x.dtype:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    if type(x) is not Tensor and type(x) is not nn.Parameter:
+        return False
+    # Forward-mode tangents and torch.func levels do not show in requires_grad.
+    return torch.autograd.forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None

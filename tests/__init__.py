@@ -1,0 +1,1 @@
+"""The tests: oracles, inputs and the cases that hold every route to the contract."""

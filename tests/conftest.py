@@ -1,0 +1,131 @@
+"""Options, the device, and which routes a test runs on.
+
+pytest tests                             the CPU: routes cpu and torch
+pytest tests --device cuda               the same files on a GPU: routes cute, cuda and torch
+pytest tests --device cuda --shard 3/16  every 16th group of tests: 16 processes compile side by side
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+ROUTES = {"cpu": ("cpu", "torch"), "cuda": ("cute", "cuda", "torch")}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("flashnorm")
+    group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors live")
+    group.addoption("--full", action="store_true", help="every shape, not a sample")
+    group.addoption("--warm", type=int, help="processes that build kernels first (default: all cores in a large run)")
+    group.addoption("--shard", default="0/1", help="i/n: run the i-th of n parts of the tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cpu_only: about the host, or about the CPU route alone")
+    config.addinivalue_line("markers", "large: allocates gigabytes, needs a GPU's memory")
+    if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch sees no CUDA device")
+
+
+def _group(item: pytest.Item) -> str:
+    """Tests that share compiled kernels stay together: those of one combination, or else of one function."""
+    callspec = getattr(item, "callspec", None)
+    combo = callspec.params.get("combo") if callspec is not None else None
+    return str(combo) if combo is not None else item.nodeid.split("[")[0]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = (int(n) for n in config.getoption("--shard").split("/"))
+    if not 0 <= part < parts:
+        raise pytest.UsageError(f"--shard {part}/{parts}: the part must be 0 to {parts - 1}")
+    mine = [item for item in items if zlib.crc32(_group(item).encode()) % parts == part]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(mine)])
+    items[:] = mine
+    cuda = config.getoption("--device") == "cuda"
+    for item in items:
+        if item.get_closest_marker("gpu") and not cuda:
+            item.add_marker(pytest.mark.skip(reason="needs --device cuda"))
+        if item.get_closest_marker("large") and not cuda:
+            item.add_marker(pytest.mark.skip(reason="tensors of gigabytes: needs --device cuda"))
+        if item.get_closest_marker("cpu_only") and cuda:
+            item.add_marker(pytest.mark.skip(reason="about the CPU: runs without --device"))
+
+
+LARGE_RUN = 300  # tests
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Before a large run, builds its kernels with every core: one by one they would take most of its time."""
+    config = session.config
+    jobs = config.getoption("--warm")
+    if jobs is None:
+        using = sum(bool({"route", "exact_route"} & set(getattr(i, "fixturenames", ()))) for i in session.items)
+        jobs = min(os.cpu_count() or 1, 16) if using >= LARGE_RUN else 0
+    if jobs > 0 and not config.getoption("collectonly"):
+        from tests.warm import start
+
+        began = time.perf_counter()
+        start(config.getoption("--device"), jobs)
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line(f"kernels built by {jobs} processes in {time.perf_counter() - began:.0f} s")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    device = metafunc.config.getoption("--device")
+    if "route" in metafunc.fixturenames:
+        metafunc.parametrize("route", ROUTES[device])
+    if "exact_route" in metafunc.fixturenames:  # the routes that give the canonical bits
+        metafunc.parametrize("exact_route", [r for r in ROUTES[device] if r != "torch"])
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture(autouse=True)
+def _served(request: pytest.FixtureRequest) -> None:
+    """Skips a route that cannot serve here, with the reason it gives itself."""
+    for name in ("route", "exact_route"):
+        if name in request.fixturenames:
+            wanted = request.getfixturevalue(name)
+            reason = unserved(wanted, request.config.getoption("--device"))
+            if reason:
+                pytest.skip(f"{wanted}: {reason}")
+
+
+_REASONS: dict[tuple[str, str], str] = {}
+
+
+def unserved(route: str, device: str) -> str:
+    """Why a route cannot serve a plain call on a device; empty where it can."""
+    import flashnorm
+
+    if (route, device) not in _REASONS:
+        x = torch.ones(1, 8, device=device, dtype=torch.bfloat16)
+        with flashnorm.backend(route):
+            explanation = flashnorm.explain("rmsnorm", x, x[0])
+        _REASONS[route, device] = "" if explanation.route == route else dict(explanation.reasons)[route]
+    return _REASONS[route, device]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """Nothing a test draws depends on the tests before it; a changed global setting fails the test that left it."""
+    torch.manual_seed(0)
+    threads, default = torch.get_num_threads(), torch.get_default_dtype()
+    yield
+    torch.set_num_threads(threads)
+    assert torch.get_default_dtype() == default

@@ -1,0 +1,61 @@
+// Stands in for flashnorm/ffi/launch.h: the same plans and kernels, run over the emulation.
+#pragma once
+
+#define FLASHNORM_EMULATED "emulated_device.h"
+
+#include <tvm/ffi/function.h>
+
+#include <cstring>
+
+#include "flashnorm/ffi/select.h"
+
+namespace flashnorm {
+
+struct Forced {
+  DeviceFacts device{90, 132, 227 * 1024};
+  Plan plan{0, 0, 0, 0, 0, false};
+};
+inline Forced forced;
+
+template <class Program>
+void launch_rows(const Program& program, const Operands& operands, bool) {
+  using Kept = typename decltype(Program::load)::Kept;
+  Plan plan = forced.plan;
+  if (plan.threads == 0) {
+    plan = pick(forced.device, operands.rows(), operands.hidden_size(), operands.width(), int(sizeof(Kept)));
+  }
+  const RowLaunch<Program> launch = row_launch(program, operands, plan, forced.device);
+  for (int64_t cta = 0; cta < launch.ctas; cta += plan.cluster) {
+    emulation::run_cluster(unsigned(cta), plan.cluster, {unsigned(plan.threads), unsigned(plan.rows), 1},
+                           launch.stage_bytes, [&] { launch.kernel(program, launch.grid); });
+  }
+}
+
+// What the plan would be: threads, rows, cluster, lanes, groups.
+inline int64_t picked(int sm, int processors, int memory, int64_t rows, int hidden_size, int width, int kept,
+                      int field) {
+  const Plan plan = pick({sm, processors, memory}, rows, hidden_size, width, kept);
+  const int fields[] = {plan.threads, plan.rows, plan.cluster, plan.lanes, plan.groups};
+  return fields[field];
+}
+
+template <class... Each>
+bool any_carries_out(const Plan& plan, int kept, bool whole, TileList<Each...>) {
+  return plan.lanes * plan.groups * kGroup * kept <= kRegisterBytes && (carries_out<Each>(plan, whole) || ...);
+}
+
+// Whether there is a kernel for a plan.
+inline bool has_kernel(int threads, int rows, int cluster, int lanes, int groups, int kept, bool whole) {
+  return any_carries_out({threads, rows, cluster, lanes, groups, false}, kept, whole, Tiles{});
+}
+
+inline void force(int sm, int shared_memory, int threads, int rows, int cluster, int lanes, int groups) {
+  forced.device = {sm, 132, shared_memory};
+  forced.plan = {threads, rows, cluster, lanes, groups, true};
+}
+
+}  // namespace flashnorm
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(picked, flashnorm::picked)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(has_kernel, flashnorm::has_kernel)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(force, flashnorm::force)

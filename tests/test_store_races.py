@@ -1,0 +1,169 @@
+"""Many builders of one artefact: threads, processes, killed ones, forks, file systems without locks."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from flashnorm.jit import store
+from flashnorm.jit.spec import ArtifactSpec
+from flashnorm.jit.store import Store
+from tests.storekit import Builder, builder_fixture, cache_fixture, fake_spec, needs_fork  # noqa: F401
+
+pytestmark = pytest.mark.cpu_only
+
+
+# -------------------------------------------------------------------- many builders
+def _eight_processes(cache, slow) -> None:
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+
+    def work() -> None:
+        results.put(fake_spec(slow).build_and_load(Store(cache.root))())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads, on purpose
+        workers = [context.Process(target=work) for _ in range(8)]
+        for worker in workers:
+            worker.start()
+    assert [results.get(timeout=20) for _ in workers] == [slow.content] * 8
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+
+
+@needs_fork
+def test_eight_cold_processes_build_once(cache, tmp_path):
+    slow = Builder(tmp_path / "log", seconds=0.3)
+    _eight_processes(cache, slow)
+    assert slow.calls == 1
+
+
+@pytest.mark.parametrize("own_stores", [True, False])
+def test_eight_threads_build_once(cache, tmp_path, own_stores):
+    slow = Builder(tmp_path / "log", seconds=0.1)
+    results = []
+
+    def work() -> None:
+        results.append(fake_spec(slow).build_and_load(Store(cache.root) if own_stores else cache)())
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [slow.content] * 8 and slow.calls == 1
+
+
+def test_different_artefacts_build_side_by_side(cache, tmp_path):
+    both = threading.Barrier(2, timeout=10)
+
+    def build(folder: Path) -> None:
+        both.wait()  # passes only while the other is building too
+        (folder / "kernel.so").write_bytes(b"x")
+
+    threads = [threading.Thread(target=ArtifactSpec("k", {"n": n}, build).build, args=(cache,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not both.broken
+
+
+@needs_fork
+def test_a_killed_builder_blocks_nobody(cache, tmp_path, builder):
+    started = tmp_path / "started"
+
+    def hang(folder: Path) -> None:
+        (folder / "kernel.so").write_bytes(b"half")
+        started.touch()
+        time.sleep(60)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            fake_spec(hang).build(Store(cache.root))
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + 10
+    while not started.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(list((cache.root / ".tmp").iterdir())) == 1
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    began = time.monotonic()
+    assert fake_spec(builder).build_and_load(cache)() == builder.content
+    assert time.monotonic() - began < 5
+    assert list((cache.root / ".tmp").iterdir()) == []  # what the dead one left is gone
+
+
+@needs_fork
+def test_a_fork_during_a_build_keeps_no_lock(cache, tmp_path, builder):
+    """A child forked by another thread in the middle of a build neither holds its lock nor waits for it."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def build(folder: Path) -> None:
+        inside.set()
+        go_on.wait(10)
+        builder(folder)
+
+    thread = threading.Thread(target=lambda: fake_spec(build).build(cache))
+    thread.start()
+    inside.wait(10)
+    go_on_child, wake = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.read(go_on_child, 1)
+            # The lock table of the parent said "held": here the entry is there and all locks are free.
+            code = 0 if fake_spec(build, {"another": 1}).lookup(cache) is None and not store._held else 1
+            code = code or (0 if fake_spec(builder, {"third": 1}).build(Store(cache.root)) else 1)
+        finally:
+            os._exit(code)
+    go_on.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert fake_spec(builder).build_and_load(Store(cache.root))() == builder.content
+    os.write(wake, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_lock_file_that_vanishes(cache, builder, monkeypatch):
+    """A lock on a file that is no longer there excludes nobody, so it is taken again."""
+    if store.fcntl is None:
+        pytest.skip("no file locks here")
+    spec, real, calls = fake_spec(builder), store._flock, []
+
+    def flock(fd, the_spec):
+        locked = real(fd, the_spec)
+        if not calls:
+            (cache.root / ".locks" / spec.digest).unlink()
+        calls.append(fd)
+        return locked
+
+    monkeypatch.setattr(store, "_flock", flock)
+    assert spec.build_and_load(cache)() == builder.content and len(calls) == 2
+
+
+@needs_fork
+def test_a_file_system_without_locks(cache, tmp_path, monkeypatch):
+    """Work is done more than once, and everybody gets an intact entry all the same."""
+
+    def flock(fd, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(store.fcntl, "flock", flock)
+    slow = Builder(tmp_path / "log", seconds=0.1)
+    _eight_processes(cache, slow)
+    assert 1 <= slow.calls <= 8
+    assert fake_spec(slow).lookup(cache) is not None
+    assert not list((cache.root / ".bad").iterdir()) if (cache.root / ".bad").exists() else True

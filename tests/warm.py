@@ -1,0 +1,81 @@
+"""Builds the kernels of a test run beforehand, in as many processes as wanted: `python -m tests.warm --jobs 16`.
+
+Kernels of one process are compiled one after another, so a cold run on a machine with many cores
+spends its time waiting for one of them. conftest starts this by itself before a large run.
+Nothing is judged here; a kernel that cannot be built fails in the test that needs it, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.combos import BF16, COMBOS, FUSED, PLAIN, some_hidden
+from tests.inputs import Problem
+
+ROOT = Path(__file__).parent.parent
+
+
+def problems(device: str) -> Iterator[tuple[str, Problem, str]]:
+    """(route, problem, out) of what the tests compile; the slowest compilations first."""
+    if device == "cpu":
+        yield from (("cpu", Problem(combo, (2, 64)), "none") for combo in COMBOS)
+        return
+    for combo in COMBOS:
+        yield "cuda", Problem(combo, (2, 64), device), "none"
+        for h in some_hidden(combo):
+            yield "cute", Problem(combo, (2, h), device), "none"
+    for combo in COMBOS[::5]:
+        yield "cute", Problem(combo, (2, 128), device), "none"
+    for combo in BF16:
+        for shape in ((3, 5, 128), (19, 576), (5, 111)):
+            for layout in ("contiguous", "misaligned", "half", "transposed"):
+                for out in ("none", "heads", "misaligned") if combo.op in PLAIN and len(shape) == 3 else ("none",):
+                    yield "cute", Problem(combo, shape, device, layout=layout), out
+        for residual_layout in ("heads", "transposed", "misaligned") if combo.op in FUSED else ():
+            yield "cute", Problem(combo, (3, 5, 128), device, residual_layout=residual_layout), "none"
+        for weight_shape in ((5, 128), (3, 1, 128), (3, 5, 128)) if combo.op in PLAIN else ():
+            yield "cute", Problem(combo, (3, 5, 128), device, weight_shape=weight_shape), "none"
+
+
+def build(device: str, part: int, parts: int) -> None:
+    """One process's share."""
+    for i, (route, problem, out) in enumerate(problems(device)):
+        if i % parts == part:
+            try:
+                problem.run(route, out)
+            except Exception as error:  # judged where it is tested
+                print(f"{problem.what} on {route}: {type(error).__name__}", file=sys.stderr)
+
+
+def start(device: str, jobs: int) -> None:
+    """Builds everything with `jobs` processes and waits for them."""
+    command = [sys.executable, "-m", "tests.warm", "--device", device]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    children = [
+        subprocess.Popen([*command, "--part", f"{i}/{jobs}"], cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
+        for i in range(jobs)
+    ]
+    for child in children:
+        child.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--part", help="i/n: build one share in this process")
+    options = parser.parse_args()
+    if options.part:
+        part, parts = (int(n) for n in options.part.split("/"))
+        build(options.device, part, parts)
+    else:
+        start(options.device, options.jobs)
+
+
+if __name__ == "__main__":
+    main()
