@@ -27,7 +27,9 @@ FN_DEVICE uint4 load_streamed(const uint4* from) { return __ldcs(from); }
 FN_DEVICE void store_streamed(uint4* to, uint4 v) { __stcs(to, v); }
 
 // Asks for a line to be brought to L2, where the memory of a GPU is coherent: no value is read.
-FN_DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at))); }
+FN_DEVICE void prefetch(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at)));
+}
 
 // What the reductions of a CTA share: two sets of 32 values, used in turn, each with the barrier that
 // counts the bytes other CTAs of a cluster have put into it.
@@ -51,7 +53,9 @@ FN_DEVICE uint32_t shared_address(const void* at) { return uint32_t(__cvta_gener
 // Starts a copy of 16 bytes to shared memory; `await_copies` waits for all that this thread has started.
 FN_DEVICE void start_copy(uint4* to, const uint4* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
 #else
   *to = *from;
 #endif

@@ -115,7 +115,8 @@ struct BlockSlots {
 };
 
 // Joins the threads of a row: kThreads of this CTA (0: blockDim.x, a power of two), and those of the other
-// CTAs of its cluster. `row` is the row among those of the CTA. One object a kernel; `fold` may be called several times, by all threads of the CTA.
+// CTAs of its cluster. `row` is the row among those of the CTA. One object a kernel; `fold` may be called
+// several times, by all threads of the CTA.
 template <int kThreads, int kCluster>
 class RowReduce {
  public:

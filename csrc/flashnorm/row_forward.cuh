@@ -259,17 +259,8 @@ class StreamedRow {
   }
 
   FN_DEVICE void read() {
-    if (!staged_) return;
-    for (int r = 0; r < rounds_; ++r) {
-      if (r * kStride >= place_.left) break;
-      if constexpr (std::is_same_v<Access, Shifted>) {
-        Raw raw;
-        program_.load.fetch(raw, at(r));
-        slot(r) = raw;
-      } else {
-        program_.load.fetch(slot(r), At<Async>{{0, 0}, r * kStride, {}});
-      }
-    }
+    if (staged_) stage();
+    if (kAhead) read_maps(ahead_, 0);
     await_copies();
   }
 
@@ -302,14 +293,12 @@ class StreamedRow {
   // The second pass: finish(v, maps, at) for every group.
   template <class Finish>
   FN_DEVICE void finish(const Finish& finish) {
-    MapRaw ahead[kBatch];
-    if (kAhead) read_maps(ahead, 0);
     for (int first = 0; first < rounds_; first += kBatch) {
       MapRaw maps[kBatch];
-      if (!kAhead) read_maps(ahead, first);
+      if (!kAhead) read_maps(ahead_, first);
       FN_UNROLL
-      for (int i = 0; i < kBatch; ++i) maps[i] = ahead[i];
-      if (kAhead) read_maps(ahead, first + kBatch);
+      for (int i = 0; i < kBatch; ++i) maps[i] = ahead_[i];
+      if (kAhead) read_maps(ahead_, first + kBatch);
       FN_UNROLL
       for (int i = 0; i < kBatch; ++i) {
         if (!reaches<Access>(place_, (first + i) * kStride)) continue;
@@ -327,6 +316,18 @@ class StreamedRow {
 
  private:
   FN_DEVICE At<Access> at(int r) const { return at_group<Access>(place_, r * kStride); }
+
+  FN_DEVICE void stage() const {
+    for (int r = 0; r * kStride < place_.left; ++r) {
+      if constexpr (std::is_same_v<Access, Shifted>) {
+        Raw raw;
+        program_.load.fetch(raw, at(r));
+        slot(r) = raw;
+      } else {
+        program_.load.fetch(slot(r), At<Async>{{0, 0}, r * kStride, {}});
+      }
+    }
+  }
 
   FN_DEVICE Raw& slot(int r) const {
     return reinterpret_cast<Raw*>(dynamic_shared())[r * Tile::kThreads + int(threadIdx.x)];
@@ -352,6 +353,7 @@ class StreamedRow {
   int hidden_size_;
   bool staged_;
   int rounds_;
+  MapRaw ahead_[kBatch];
 };
 
 // ---------------------------------------------------------------- the kernel

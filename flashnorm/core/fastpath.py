@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ class Entry(NamedTuple):
     Attributes:
         check: the guard. It wants distinct tensors: a stand-in takes the place of an operand that is absent, or
             of an output that is the input itself.
+        key: the options as given, which optional outputs are absent, and the route that is forced.
         low: bits that the addresses have below 16 bytes, together.
         scalars: as they were the first time, so that the same objects need no second look.
         extents: bytes that each operand spans, then whether an output may be the tensor that it is like.
@@ -43,6 +45,7 @@ class Entry(NamedTuple):
     """
 
     check: Callable[..., bool]
+    key: tuple[Any, ...]
     low: int
     scalars: tuple[float, ...]
     extents: tuple[Any, ...]
@@ -51,37 +54,58 @@ class Entry(NamedTuple):
     launch: Callable[..., None]
 
 
-Recent = dict[Any, tuple[Entry, ...]]
+@dataclass(eq=False)
+class Recent:
+    """The entries of an operator: the last one that served, and all by shape and `Entry.key`."""
+
+    front: list[Entry]
+    by_shape: dict[Any, tuple[Entry, ...]]
+
+    def clear(self) -> None:
+        self.front[:] = []
+        self.by_shape.clear()
+
 
 EAGER = """\
     if is_compiling():
         return traced({arguments})
-    if dispatch_modes() or function_modes() or profiling():
+    if dispatch_modes() or function_modes() or profiler._is_profiler_enabled:
         return cold({arguments})
 """
+# `front` holds the entry that served last: most calls look like the one before, and need no look-up.
 TEMPLATE = """\
 def {name}({arguments}):
 {eager}
     try:
         {allocate}
         {pointers}
-        entries = recent.get(({key}), ())
-    except (AttributeError, TypeError, RuntimeError):  # no tensor, no memory, no hash: the cold path says what
+    except (AttributeError, TypeError, RuntimeError):  # no tensor, or no memory: the cold path says what
         return cold({arguments})
-    for check, low, ({seen},), ({extents}, alias), gradless, counted, launch in entries:
-        if (
-            {check}
-            and ({any_pointer}) & 15 == low
-            and {scalars_ok}
-            and {apart}
-            and (enable_pdl is None or enable_pdl.__class__ is bool)
-            and not (gradless and grad_enabled())
-        ):
-            {launch}
-            if counted:
-                {versions}
-            return {result}
-    return cold({arguments})
+    entries = front
+    while True:
+        for entry in entries:
+            check, key, low, ({seen},), ({extents}, alias), gradless, counted, launch = entry
+            if (
+                ({state}) == key
+                and {check}
+                and ({any_pointer}) & 15 == low
+                and {scalars_ok}
+                and {apart}
+                and (enable_pdl is None or enable_pdl.__class__ is bool)
+                and not (gradless and grad_enabled())
+            ):
+                {launch}
+                if counted:
+                    {versions}
+                if entries is not front:
+                    front[0] = entry
+                return {result}
+        if entries is not front:
+            return cold({arguments})
+        try:
+            entries = recent.get(({first}.shape, {state}), ())
+        except TypeError:  # an option that is no value of anything
+            return cold({arguments})
 """
 
 
@@ -110,7 +134,8 @@ def generate(op: Op, recent: Recent, cold: Callable[..., Any], *, eager: bool) -
         eager=EAGER.format(arguments=arguments) if eager else "",
         allocate="; ".join(f"{n} = empty_like({like}) if {n} is None else {n}" for n, like in outs.items()) or "pass",
         pointers="; ".join(f"p{i} = {maybe(n, f'{n}.data_ptr()', '0')}" for n, i in index.items()),
-        key=", ".join((f"{names[0]}.shape", *op.options, "forced_here()")),
+        first=names[0],
+        state=", ".join((*op.options, *(f"{n} is None" for n in _extras(op)), "forced_here()")),
         seen=", ".join(f"{s}_seen" for s in op.scalars),
         any_pointer=" | ".join(f"p{i}" for i, o in enumerate(op.operands) if o.kind != "per_row"),
         extents=", ".join(f"n{i}" for i in index.values()),
@@ -131,11 +156,12 @@ def generate(op: Op, recent: Recent, cold: Callable[..., Any], *, eager: bool) -
         "forced_here": forced_here,
         "dispatch_modes": torch._C._len_torch_dispatch_stack,
         "function_modes": torch._C._len_torch_function_stack,
-        "profiling": torch._C._autograd._profiler_enabled,
+        "profiler": torch.autograd.profiler,
         "grad_enabled": torch.is_grad_enabled,
         "bump": torch._C._increment_version,
         "stand_ins": op.stand_ins,
-        "recent": recent,
+        "front": recent.front,
+        "recent": recent.by_shape,
         "traced": op.traced,
         "cold": cold,
     }
@@ -164,11 +190,13 @@ def remember(
     low = 0
     for o, t in zip(op.operands, tensors, strict=True):
         low |= 0 if t is None or o.kind == "per_row" else t.data_ptr() & 15
-    key = (x.shape, *options, forced_here())
-    if len(recent) >= MAX_SHAPES:
+    absent = (t is None for o, t in zip(op.operands, tensors, strict=True) if o.name in _extras(op))
+    key = (*options, *absent, forced_here())
+    if len(recent.by_shape) >= MAX_SHAPES:
         recent.clear()
     entry = Entry(
         check=TensorGuards(*filled, dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
+        key=key,
         low=low,
         scalars=tuple(scalars),
         extents=extents,
@@ -176,7 +204,9 @@ def remember(
         counted=not any(t.is_inference() for t in written),
         launch=launch,
     )
-    recent[key] = (entry, *recent.get(key, ())[: MAX_CHAIN - 1])
+    where = (x.shape, *key)
+    recent.by_shape[where] = (entry, *recent.by_shape.get(where, ())[: MAX_CHAIN - 1])
+    recent.front[:] = [entry]
 
 
 def _extras(op: Op) -> list[str]:

@@ -76,8 +76,8 @@ class Op:
         self.scalars = full.scalars()
         self._index = {o.name: i for i, o in enumerate(self.operands)}
         self.stand_ins = [torch.empty(0) for _ in self.operands]  # in a guard, for what is not there
-        self._warm_calls: fastpath.Recent = {}
-        self._warm_kernels: fastpath.Recent = {}
+        self._warm_calls = fastpath.Recent([], {})
+        self._warm_kernels = fastpath.Recent([], {})
         self.call = fastpath.generate(self, self._warm_calls, self.checked, eager=True)
         self._define()
         if public:

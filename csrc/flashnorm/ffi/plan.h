@@ -54,12 +54,6 @@ using Tiles = TileList<
 // A thread's part of a row stays in registers up to this many bytes, else in shared memory.
 constexpr int kRegisterBytes = 256;
 
-inline int round_up_to_power_of_two(int value) {
-  int power = 1;
-  while (power < value) power *= 2;
-  return power;
-}
-
 inline Plan one_lane(int lanes, int cta) { return {lanes, lanes < cta ? cta / lanes : 1, 1, 1, 1, false}; }
 
 // Rows of up to 8192 elements that are not whole aligned groups.
