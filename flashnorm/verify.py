@@ -124,7 +124,7 @@ def call(op: Op, case: Case, given: Mapping[str, Tensor], device: torch.device) 
     """Runs an operator on copies of its inputs; returns what it wrote."""
     copies = {name: t.to(device, copy=True) for name, t in given.items()}
     tensors = (copies.get(o.name) for o in op.operands)
-    op.call(*tensors, *(EPS for _ in op.scalars), *_options(op, case).values(), None)
+    op.checked(*tensors, *(EPS for _ in op.scalars), *_options(op, case).values(), None)
     return {o.name: copies[o.name] for o in op.operands if o.written and o.name in copies}
 
 
@@ -236,7 +236,7 @@ def speed(op: Op, route: str, device: torch.device) -> float:
 
     with backend(route), torch.no_grad():
         # In turn, so that a busy machine is busy for both; the first round warms up.
-        pairs = [(seconds(lambda: op.call(*arguments)), seconds(eager)) for _ in range(6)][1:]
+        pairs = [(seconds(lambda: op.checked(*arguments)), seconds(eager)) for _ in range(6)][1:]
     return statistics.median(theirs for _, theirs in pairs) / statistics.median(ours for ours, _ in pairs)
 
 

@@ -7,14 +7,16 @@ roofline.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
-from flashnorm.core import checks, dispatch, fastpath, plan
+from flashnorm.core import checks, dispatch, fastpath, guard, plan
 from flashnorm.program import Operand, RowProgram
 
+F = TypeVar("F", bound=Callable[..., Any])
 OPS: dict[str, Op] = {}  # the public operators, by name
 NUMERICS = {
     "flashinfer": "flashinfer",
@@ -75,10 +77,9 @@ class Op:
         self.operands: tuple[Operand, ...] = full.operands()
         self.scalars = full.scalars()
         self._index = {o.name: i for i, o in enumerate(self.operands)}
-        self.stand_ins = [torch.empty(0) for _ in self.operands]  # in a guard, for what is not there
-        self._warm_calls = fastpath.Recent([], {})
-        self._warm_kernels = fastpath.Recent([], {})
-        self.call = fastpath.generate(self, self._warm_calls, self.checked, eager=True)
+        self._asked: tuple[str, ...] = ()
+        self._warm_calls: fastpath.Recent = {}
+        self._warm_kernels: fastpath.Recent = {}
         self._define()
         if public:
             OPS[name] = self
@@ -113,6 +114,19 @@ class Op:
         return f"{self.name}({', '.join(parts)}) -> ()"
 
     # -------------------------------------------------------------- calls
+    def warm(self, **flags: str) -> Callable[[F], F]:
+        """Decorates the public function: puts the warm call in front of it.
+
+        Args:
+            flags: parameters that ask for an optional output: `return_rstd="rstd"`.
+        """
+        self._asked = tuple(flags.values())
+
+        def decorate(cold: F) -> F:
+            return cast(F, fastpath.warm(self, self._warm_calls, cold, names=self.labels, flags=flags, eager=True))
+
+        return decorate
+
     def checked(self, *args: Any) -> Any:
         """The cold call: validates everything, allocates what is missing, then launches or asks the dispatcher."""
         if torch.compiler.is_compiling():
@@ -121,7 +135,9 @@ class Op:
         if self._needs_dispatcher(tensors):
             self.overload(*tensors, *scalars, *options.values(), enable_pdl)
         else:
-            self._execute(tensors, scalars, options, enable_pdl, self._warm_calls, args[self._first_option : -1])
+            asked = (tensors[self.index(name)] is not None for name in self._asked)
+            state = (*args[self._first_option : -1], *asked, dispatch.forced_here())
+            self._execute(tensors, scalars, options, enable_pdl, self._warm_calls, state)
         return self._result(tensors)
 
     def traced(self, *args: Any) -> Any:
@@ -184,6 +200,7 @@ class Op:
             or torch._C._len_torch_dispatch_stack()
             or torch._C._len_torch_function_stack()
             or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch.autograd.forward_ad._current_level >= 0
             or torch._C._autograd._profiler_enabled()
             or (torch.is_grad_enabled() and any(t.requires_grad for t in present))
             or any(t.device.type == "meta" for t in present)
@@ -196,33 +213,42 @@ class Op:
         options: dict[str, Any],
         pdl: bool,
         recent: fastpath.Recent,
-        given_options: Sequence[Any],
+        state: tuple[Any, ...],
     ) -> None:
-        """Launches a validated call and makes it warm under the options as they were given (aliases included)."""
+        """Launches a validated call, and makes it warm."""
         checks.check_memory(self, tensors)
         straight = [t if t is None or not t.is_neg() else t.resolve_neg() for t in tensors]
         made = plan.make_plan(self, straight, options)
-        called = [t for o, t in zip(self.operands, straight, strict=True) if t is not None or o.mode != "out"]
-        made.launch(*scalars, pdl, *called)
+        made.on_device(made.run)(*scalars, pdl, *straight)
         for operand, tensor in zip(self.operands, tensors, strict=True):
             if operand.written and tensor is not None and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
         if all(a is b for a, b in zip(straight, tensors, strict=True)):
-            fastpath.remember(self, recent, tensors, scalars, given_options, made.extents, made.launch)
+            entry = fastpath.Entry(state, tuple(scalars), guard.guarded(self, made, tensors))
+            fastpath.remember(recent, tensors[0].shape, entry)
 
     # -------------------------------------------------------------- torch.library
     def _define(self) -> None:
         _library.define(self.schema())
-        kernel = fastpath.generate(self, self._warm_kernels, self._kernel, eager=False)
-        _library.impl(self.name, kernel_returning_nothing(kernel), "CompositeExplicitAutograd")
+        kernel = fastpath.warm(self, self._warm_kernels, self._kernel(), names={}, eager=False)
+        _library.impl(self.name, kernel, "CompositeExplicitAutograd")
         _library.impl(self.name, self._autograd, "Autograd")
         torch.library.register_fake(f"flashnorm::{self.name}", _fake, lib=_library)
         self.overload = getattr(torch.ops.flashnorm, self.name).default
 
-    def _kernel(self, *args: Any) -> None:
-        """The dispatcher's cold call, with every argument resolved."""
-        tensors, scalars, options, pdl = self._validate(args)
-        self._execute(tensors, scalars, options, pdl, self._warm_kernels, args[self._first_option : -1])
+    def _kernel(self) -> Callable[..., None]:
+        """The dispatcher's cold call; it comes with every argument, by position."""
+
+        def kernel(*args: Any) -> None:
+            tensors, scalars, options, pdl = self._validate(args)
+            state = (*args[self._first_option : -1], dispatch.forced_here())
+            self._execute(tensors, scalars, options, pdl, self._warm_kernels, state)
+
+        names = (*(o.name for o in self.operands), *self.scalars, *self.options, "enable_pdl")
+        kernel.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        )
+        return kernel
 
     def forget(self) -> None:
         """Makes every call cold again (kernels stay loaded)."""
@@ -233,7 +259,7 @@ class Op:
         """Raises where a gradient would be lost; below it, nothing records."""
         if torch.is_grad_enabled():
             for operand, tensor in zip(self.operands, args, strict=False):
-                if tensor is not None and tensor.requires_grad:
+                if tensor is not None and (tensor.requires_grad or _has_tangent(tensor)):
                     raise RuntimeError(
                         f"{self.name}: {self.label(operand)} requires grad, but this operator records no gradient; "
                         "call it under torch.no_grad(), or on detached tensors"
@@ -242,20 +268,17 @@ class Op:
             self.overload(*args)
 
 
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode AD follows a tensor."""
+    level = torch.autograd.forward_ad._current_level
+    return level >= 0 and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
 class _Everything(frozenset):  # type: ignore[type-arg]
     """The set of all operand names."""
 
     def __contains__(self, name: object) -> bool:
         return True
-
-
-def kernel_returning_nothing(call: Callable[..., Any]) -> Callable[..., None]:
-    """A warm call returns its output; a schema that returns nothing may not."""
-
-    def kernel(*args: Any) -> None:
-        call(*args)
-
-    return kernel
 
 
 def _fake(*_: Any) -> None:

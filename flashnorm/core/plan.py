@@ -61,35 +61,47 @@ class Plan:
     """A loaded kernel and what it needs from a call.
 
     Attributes:
-        launch: takes scalars, enable_pdl and the operator's operands (optional outputs only if present).
-        extents: bytes each operand spans, then whether an output may be the input itself.
+        run: takes scalars, enable_pdl and every operand of the operator, None where absent.
+        kernel: the kernel itself, over `views`; None where `run` is not one kernel.
+        views: of the kernel's operands.
+        device: where it runs.
         explanation: the route and why.
     """
 
-    launch: Launch
-    extents: tuple[Any, ...]
+    run: Launch
+    kernel: Launch | None
+    views: tuple[View, ...]
+    device: torch.device
     explanation: dispatch.Explanation
+
+    def on_device(self, launch: Launch) -> Launch:
+        """With several GPUs: makes the tensors' device current around a launch."""
+        if self.device.type != "cuda" or not devices.several_gpus():
+            return launch
+
+        def run(*args: Any) -> Any:
+            if torch.cuda.current_device() == self.device.index:
+                return launch(*args)
+            with torch.cuda.device(self.device):
+                return launch(*args)
+
+        return run
 
 
 def make_plan(op: Op, tensors: Sequence[torch.Tensor | None], options: dict[str, Any]) -> Plan:
     """Chooses, builds or loads the kernel of one call (validated before)."""
     x = tensors[0]
     assert x is not None
-    device = devices.facts(x.device)
-    extents = _extents(op, tensors)
     if x.numel() == 0:
-        return Plan(_nothing, extents, dispatch.Explanation(op.name, None, ()))
+        return Plan(_nothing, None, (), x.device, dispatch.Explanation(op.name, None, ()))
+    device = devices.facts(x.device)
     names = frozenset(o.name for o, t in zip(op.operands, tensors, strict=True) if t is not None)
     program = op.program(names, options)
     variant, views = normalise(op, program, tensors)
-    explanation, launch = _serve(op, variant, device, x.device, options)
+    explanation, kernel = _serve(op, variant, device, x.device)
     if explanation.route == "torch":
-        return Plan(_reference_launch(op, options), extents, explanation)
-    direct = all(v.size is None and not v.copy for v in views)
-    run = _trim(op, launch, views) if direct else _adapt(op, launch, views)
-    if x.device.type == "cuda" and devices.several_gpus():
-        run = _on_device(run, x.device)
-    return Plan(run, extents, explanation)
+        return Plan(_reference_launch(op, options), None, (), x.device, explanation)
+    return Plan(_over(op, kernel, views), kernel, tuple(views), x.device, explanation)
 
 
 def explain(op: Op, device: devices.DeviceFacts) -> dispatch.Explanation:
@@ -189,68 +201,29 @@ def _span_row(outer: tuple[int, ...], sizes: tuple[int, ...], hidden: int) -> tu
     return (hidden,) if sizes == (1,) else outer
 
 
-def _extents(op: Op, tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    spans = [
-        0
-        if t is None or t.numel() == 0
-        else (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
-        for t in tensors
-    ]
-    alias = True
-    for operand, tensor in zip(op.operands, tensors, strict=True):
-        if tensor is not None and operand.like is not None and operand.mode == "out":
-            like = tensors[op.index(operand.like)]
-            assert like is not None
-            alias = alias and tensor.shape == like.shape and tensor.stride() == like.stride()
-    return (*spans, alias)
-
-
 # ------------------------------------------------------------------ launches
 def _nothing(*_: Any) -> None:
     """No rows: nothing to do."""
 
 
-def _call_positions(op: Op, views: Sequence[View]) -> list[int]:
-    """Operator positions that a launch is called with: all but the optional outputs that are absent."""
-    present = {v.position for v in views}
-    return [i for i, o in enumerate(op.operands) if i in present or not (o.mode == "out" and o.name in op.optional)]
-
-
-def _trim(op: Op, launch: Launch, views: Sequence[View]) -> Launch:
-    """The kernel itself, or a wrapper that drops absent inputs and puts operands in the kernel's order."""
-    called = _call_positions(op, views)
-    wanted = [v.position for v in views]
-    if called == wanted:
-        return launch
+def _over(op: Op, kernel: Launch, views: Sequence[View]) -> Launch:
+    """The kernel over the operator's operands: views, and copies in and out, around it."""
     first = len(op.scalars) + 1
-    order = [first + called.index(p) for p in wanted]
 
-    def trimmed(*args: Any) -> None:
-        launch(*args[:first], *[args[i] for i in order])
-
-    return trimmed
-
-
-def _adapt(op: Op, launch: Launch, views: Sequence[View]) -> Launch:
-    """Views, and copies in and out, around the kernel."""
-    called = _call_positions(op, views)
-    first = len(op.scalars) + 1
-    steps = [(first + called.index(v.position), v) for v in views]
-
-    def adapted(*args: Any) -> None:
+    def run(*args: Any) -> None:
         operands, back = [], []
-        for i, view in steps:
-            tensor = source = args[i]
+        for view in views:
+            tensor = source = args[first + view.position]
             if view.copy:
                 tensor = _copy_in(source, view)
                 if view.write:
                     back.append((source, tensor))
             operands.append(tensor if view.size is None else tensor.as_strided(view.size, view.stride))
-        launch(*args[:first], *operands)
+        kernel(*args[:first], *operands)
         for target, tensor in back:
             target.copy_(tensor.view(target.shape))
 
-    return adapted
+    return run
 
 
 def _copy_in(source: torch.Tensor, view: View) -> torch.Tensor:
@@ -260,26 +233,11 @@ def _copy_in(source: torch.Tensor, view: View) -> torch.Tensor:
     return source.expand(shape).clone(memory_format=torch.contiguous_format)
 
 
-def _on_device(launch: Launch, device: torch.device) -> Launch:
-    """With several GPUs: makes the tensors' device current around the launch."""
-
-    def run(*args: Any) -> None:
-        if torch.cuda.current_device() == device.index:
-            launch(*args)
-        else:
-            with torch.cuda.device(device):
-                launch(*args)
-
-    return run
-
-
 def _reference_launch(op: Op, options: dict[str, Any]) -> Launch:
     count = len(op.scalars)
 
     def run(*args: Any) -> None:
-        tensors = list(args[count + 1 :])
-        missing = len(op.operands) - len(tensors)
-        op.reference(*tensors, *([None] * missing), **dict(zip(op.scalars, args[:count], strict=True)), **options)
+        op.reference(*args[count + 1 :], **dict(zip(op.scalars, args[:count], strict=True)), **options)
 
     return run
 
@@ -291,7 +249,7 @@ def _choose(op: Op, device: devices.DeviceFacts, failed: tuple[tuple[str, str], 
 
 
 def _serve(
-    op: Op, variant: Variant, device: devices.DeviceFacts, where: torch.device, options: dict[str, Any]
+    op: Op, variant: Variant, device: devices.DeviceFacts, where: torch.device
 ) -> tuple[dispatch.Explanation, Launch]:
     """The first route whose kernel can be had; one that fails to build is skipped for the process."""
     failed: list[tuple[str, str]] = []

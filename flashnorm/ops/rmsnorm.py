@@ -61,10 +61,8 @@ GEMMA_ADD_RMSNORM = _declare("gemma_add_rmsnorm", residual="h", offset=1.0)
 FUSED_ADD_RMSNORM = _declare("fused_add_rmsnorm", ADD_RMSNORM, residual="residual")
 GEMMA_FUSED_ADD_RMSNORM = _declare("gemma_fused_add_rmsnorm", GEMMA_ADD_RMSNORM, residual="residual", offset=1.0)
 
-_rmsnorm, _gemma_rmsnorm = RMSNORM.call, GEMMA_RMSNORM.call
-_fused_add_rmsnorm, _gemma_fused_add_rmsnorm = FUSED_ADD_RMSNORM.call, GEMMA_FUSED_ADD_RMSNORM.call
 
-
+@RMSNORM.warm(return_rstd="rstd")
 def rmsnorm(
     input: torch.Tensor,
     weight: torch.Tensor | None,
@@ -103,12 +101,12 @@ def rmsnorm(
         ValueError: for a wrong dtype, shape, device, overlap or option, before anything is launched.
         RuntimeError: where no route serves the device, or a gradient would be lost.
     """
-    if return_rstd:
-        rstd = RMSNORM.empty("rstd", input)
-        return _rmsnorm(input, weight, out, rstd, eps, numerics, enable_pdl), rstd
-    return _rmsnorm(input, weight, out, None, eps, numerics, enable_pdl)
+    rstd = RMSNORM.empty("rstd", input) if return_rstd else None
+    y: torch.Tensor = RMSNORM.checked(input, weight, out, rstd, eps, numerics, enable_pdl)
+    return y if rstd is None else (y, rstd)
 
 
+@GEMMA_RMSNORM.warm(return_rstd="rstd")
 def gemma_rmsnorm(
     input: torch.Tensor,
     weight: torch.Tensor | None,
@@ -125,12 +123,12 @@ def gemma_rmsnorm(
 
     One rounding at the end in every mode. Arguments, results and errors are those of `rmsnorm`.
     """
-    if return_rstd:
-        rstd = GEMMA_RMSNORM.empty("rstd", input)
-        return _gemma_rmsnorm(input, weight, out, rstd, eps, numerics, enable_pdl), rstd
-    return _gemma_rmsnorm(input, weight, out, None, eps, numerics, enable_pdl)
+    rstd = GEMMA_RMSNORM.empty("rstd", input) if return_rstd else None
+    y: torch.Tensor = GEMMA_RMSNORM.checked(input, weight, out, rstd, eps, numerics, enable_pdl)
+    return y if rstd is None else (y, rstd)
 
 
+@FUSED_ADD_RMSNORM.warm()
 def fused_add_rmsnorm(
     input: torch.Tensor,
     residual: torch.Tensor,
@@ -161,9 +159,10 @@ def fused_add_rmsnorm(
             overlap in memory; nothing is written then.
         RuntimeError: where no route serves the device, or a gradient would be lost.
     """
-    _fused_add_rmsnorm(input, residual, weight, eps, numerics, enable_pdl)
+    FUSED_ADD_RMSNORM.checked(input, residual, weight, eps, numerics, enable_pdl)
 
 
+@GEMMA_FUSED_ADD_RMSNORM.warm()
 def gemma_fused_add_rmsnorm(
     input: torch.Tensor,
     residual: torch.Tensor,
@@ -177,4 +176,4 @@ def gemma_fused_add_rmsnorm(
 
     Arguments, effects and errors are those of `fused_add_rmsnorm`; one rounding at the end in every mode.
     """
-    _gemma_fused_add_rmsnorm(input, residual, weight, eps, numerics, enable_pdl)
+    GEMMA_FUSED_ADD_RMSNORM.checked(input, residual, weight, eps, numerics, enable_pdl)

@@ -1,0 +1,167 @@
+// The warm call's guard: compares the tensors of a call with those a plan was made for, and launches.
+//
+// Python has its own guard (flashnorm/core/guard.py); this one does the same where a host compiler is, for a
+// tenth of the time, and hands the kernel its normalised views without making tensors of them.
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using tvm::ffi::Any;
+using tvm::ffi::AnyView;
+using tvm::ffi::Array;
+using tvm::ffi::Function;
+using tvm::ffi::PackedArgs;
+using tvm::ffi::TensorView;
+
+constexpr int kMaxArguments = 24;
+
+uintptr_t address_of(const DLTensor& t) { return reinterpret_cast<uintptr_t>(t.data) + t.byte_offset; }
+
+// One operand as it was when the plan was made.
+struct Operand {
+  bool present = false;
+  bool written = false;
+  bool aligned = false;           // its address counts in `low`
+  int alias = -1;                 // the operand it may be, all of it
+  DLDevice device{};
+  DLDataType dtype{};
+  std::vector<int64_t> shape, strides;
+  int64_t bytes = 0;              // from its first to its last byte
+  bool viewed = false;            // the kernel takes another shape and strides over the same memory
+  std::vector<int64_t> view_shape, view_strides;
+
+  bool matches(const DLTensor& t) const {
+    if (t.ndim != int(shape.size()) || t.device.device_type != device.device_type ||
+        t.device.device_id != device.device_id || t.dtype.code != dtype.code || t.dtype.bits != dtype.bits ||
+        t.dtype.lanes != dtype.lanes) {
+      return false;
+    }
+    for (size_t i = 0; i < shape.size(); ++i) {
+      if (t.shape[i] != shape[i] || (shape[i] != 1 && t.strides[i] != strides[i])) return false;
+    }
+    return true;
+  }
+};
+
+struct Guard {
+  Function launch;
+  int leading;  // arguments before the operands
+  uintptr_t low = 0;
+  std::vector<Operand> operands;
+
+  // Launches and says true, or finds a difference and says false.
+  bool operator()(PackedArgs args) const {
+    const int count = int(operands.size());
+    if (args.size() != leading + count) return false;
+    DLTensor tensors[kMaxArguments];
+    AnyView passed[kMaxArguments];
+    uintptr_t first[kMaxArguments], low_bits = 0;
+    int n = 0;
+    for (; n < leading; ++n) passed[n] = args[n];
+    for (int i = 0; i < count; ++i) {
+      const Operand& expected = operands[i];
+      const AnyView& given = args[leading + i];
+      if (given == nullptr) {
+        if (expected.present) return false;
+        continue;
+      }
+      const std::optional<DLTensor*> tensor = given.try_cast<DLTensor*>();
+      if (!expected.present || !tensor || !expected.matches(**tensor)) return false;
+      tensors[i] = **tensor;
+      first[i] = address_of(tensors[i]);
+      if (first[i] == 0) return false;
+      if (expected.aligned) low_bits |= first[i] & 15;
+      if (expected.viewed) {
+        tensors[i].ndim = int(expected.view_shape.size());
+        tensors[i].shape = const_cast<int64_t*>(expected.view_shape.data());
+        tensors[i].strides = const_cast<int64_t*>(expected.view_strides.data());
+        passed[n++] = &tensors[i];
+      } else {
+        passed[n++] = given;
+      }
+    }
+    if (low_bits != low || overlap(first)) return false;
+    Any ignored;
+    launch.CallPacked(passed, n, &ignored);
+    return true;
+  }
+
+  // Whether a written operand shares a byte range with another, but with the one it may be.
+  bool overlap(const uintptr_t* first) const {
+    const int count = int(operands.size());
+    for (int i = 0; i < count; ++i) {
+      const Operand& a = operands[i];
+      if (!a.present || !a.written) continue;
+      for (int j = 0; j < count; ++j) {
+        const Operand& b = operands[j];
+        if (j == i || !b.present || (b.written && j < i)) continue;
+        const bool apart = first[i] >= first[j] + b.bytes || first[j] >= first[i] + a.bytes;
+        const bool same = first[i] == first[j] && (a.alias == j || b.alias == i);
+        if (!apart && !same) return true;
+      }
+    }
+    return false;
+  }
+};
+
+std::vector<int64_t> integers(const Any& list) {
+  std::vector<int64_t> out;
+  for (int64_t v : list.cast<Array<int64_t>>()) out.push_back(v);
+  return out;
+}
+
+// guard(launch, leading, flags, views, *tensors) -> callable(*leading, *tensors) -> bool
+//   flags: for each tensor [written, aligned, operand it may be or -1]
+//   views: for each tensor None, or [shape, strides] that the kernel takes
+void make_guard(PackedArgs args, Any* result) {
+  Guard guard{args[0].cast<Function>(), args[1].cast<int>()};
+  const auto flags = args[2].cast<Array<Array<int64_t>>>();
+  const auto views = args[3].cast<Array<Any>>();
+  const int count = args.size() - 4;
+  if (guard.leading + count > kMaxArguments) TVM_FFI_THROW(ValueError) << "more than " << kMaxArguments << " arguments";
+  for (int i = 0; i < count; ++i) {
+    Operand operand;
+    if (args[4 + i] != nullptr) {
+      const DLTensor& t = *args[4 + i].cast<DLTensor*>();
+      operand.present = true;
+      operand.written = flags[i][0] != 0;
+      operand.aligned = flags[i][1] != 0;
+      operand.alias = int(flags[i][2]);
+      operand.device = t.device;
+      operand.dtype = t.dtype;
+      operand.shape.assign(t.shape, t.shape + t.ndim);
+      operand.strides.assign(t.strides, t.strides + t.ndim);
+      const int64_t itemsize = (int64_t(t.dtype.bits) * t.dtype.lanes + 7) / 8;
+      int64_t last = 0;
+      for (int d = 0; d < t.ndim; ++d) last += (t.shape[d] - 1) * t.strides[d];
+      operand.bytes = (last + 1) * itemsize;
+      if (operand.aligned) guard.low |= address_of(t) & 15;
+      if (views[i] != nullptr) {
+        const auto view = views[i].cast<Array<Any>>();
+        operand.viewed = true;
+        operand.view_shape = integers(view[0]);
+        operand.view_strides = integers(view[1]);
+      }
+    }
+    guard.operands.push_back(std::move(operand));
+  }
+  *result = Function::FromPacked(
+      [guard = std::move(guard)](PackedArgs call, Any* out) { *out = guard(call); });
+}
+
+}  // namespace
+
+// The packed form of TVM-FFI's export: how many tensors follow depends on the operator.
+extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_launch(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
+  TVM_FFI_SAFE_CALL_BEGIN();
+  make_guard(PackedArgs(reinterpret_cast<const AnyView*>(args), count), reinterpret_cast<Any*>(result));
+  TVM_FFI_SAFE_CALL_END();
+}

@@ -1,0 +1,97 @@
+"""Guards: a launch that first makes sure that the call is the one its plan was made for.
+
+A guarded launch takes scalars, enable_pdl and every operand of the operator (None where absent) and returns
+whether it launched. It compares dtype, device, shape, strides and alignment of every tensor, and refuses where
+something written overlaps something else. One is in C++ and adds a tenth of a microsecond to the kernel's own
+launch; the other, in Python, serves plans that copy, PyTorch's own formula, and machines without a compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashnorm.core import layout
+from flashnorm.core.plan import Plan
+
+if TYPE_CHECKING:
+    from flashnorm.core.op import Op
+
+Tensors = Sequence[torch.Tensor | None]
+Guarded = Callable[..., bool]
+
+
+def guarded(op: Op, made: Plan, tensors: Tensors) -> Guarded:
+    """The guarded launch of a plan, made for these tensors."""
+    launch = _in_cpp(op, made, tensors) if made.kernel is not None else None
+    return _in_python(op, made, tensors) if launch is None else made.on_device(launch)
+
+
+def _in_cpp(op: Op, made: Plan, tensors: Tensors) -> Guarded | None:
+    order = [view.position for view in made.views]
+    if order != sorted(order) or any(view.copy for view in made.views):
+        return None
+    from flashnorm.backends.guard import load
+
+    make = load()
+    if make is None:
+        return None
+    by_position = {view.position: view for view in made.views}
+    flags, views = [], []
+    for i, operand in enumerate(op.operands):
+        view = by_position.get(i)
+        flags.append([operand.written, operand.kind != "per_row", _alias(op, i, tensors)])
+        views.append(None if view is None or view.size is None else [view.size, view.stride])
+    return make(made.kernel, len(op.scalars) + 1, flags, views, *tensors)
+
+
+def _alias(op: Op, i: int, tensors: Tensors) -> int:
+    """The operand that operand `i` may be, if they are laid out alike; else -1."""
+    operand, t = op.operands[i], tensors[i]
+    if t is None or operand.like is None or not op.may_alias(operand.name, operand.like):
+        return -1
+    like = tensors[op.index(operand.like)]
+    alike = like is not None and _facts(t) == _facts(like)
+    return op.index(operand.like) if alike else -1
+
+
+def _in_python(op: Op, made: Plan, tensors: Tensors) -> Guarded:
+    first = len(op.scalars) + 1
+    wanted = [_facts(t) for t in tensors]
+    low = _low(op, tensors)
+
+    def launch(*args: Any) -> bool:
+        given = args[first:]
+        if [_facts(t) for t in given] != wanted or _low(op, given) != low or not apart(op, given):
+            return False
+        made.run(*args)
+        return True
+
+    return launch
+
+
+def _facts(t: torch.Tensor | None) -> Any:
+    return None if t is None else (t.dtype, t.device, t.shape, t.stride())
+
+
+def _low(op: Op, tensors: Tensors) -> int:
+    """Bits that the addresses have below 16 bytes, together."""
+    low = 0
+    for operand, t in zip(op.operands, tensors, strict=True):
+        low |= 0 if t is None or operand.kind == "per_row" else t.data_ptr() & (layout.ACCESS_BYTES - 1)
+    return low
+
+
+def apart(op: Op, tensors: Tensors) -> bool:
+    """Whether no written operand shares a byte range with another, but an output with the tensor it may be."""
+    spans = [None if t is None or not t.numel() else (t.data_ptr(), t.data_ptr() + layout.extent(t)) for t in tensors]
+    for i, a in enumerate(spans):
+        for j, b in enumerate(spans):
+            if a is None or b is None or i == j or not op.operands[i].written:
+                continue
+            same = a == b and (_alias(op, i, tensors) == j or _alias(op, j, tensors) == i)
+            if not (a[0] >= b[1] or b[0] >= a[1] or same):
+                return False
+    return True
