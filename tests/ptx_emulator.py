@@ -105,6 +105,7 @@ class Machine:
         self.memory, self.readable, self.writable = memory, readable, writable
         self.shared = np.full((ctas, max(shared, 1)), 0xA5, np.uint8)
         self.waited = False
+        self.batches = [[]]  # copies under way, the last batch still open
 
     # ------------------------------------------------------------------ memory
     def _lanes(self, value, dtype):
@@ -177,7 +178,16 @@ class Machine:
             guard, text = text.split(None, 1)
             active = env[guard[1:]]
         op, _, rest = text.partition(" ")
-        if op == ".reg" or op.startswith((".reg", "cp.async.wait_all", "bar.sync", "barrier.cluster")):
+        if op == ".reg" or op.startswith((".reg", "bar.sync", "barrier.cluster")):
+            return
+        if op == "cp.async.commit_group":
+            self.batches.append([])
+            return
+        if op == "cp.async.wait_group":  # what is not waited for does not arrive
+            arrived = len(self.batches) - 1 - int(rest)
+            for to, data, active in (copy for batch in self.batches[:arrived] for copy in batch):
+                self.store("shared", to, data, active)
+            del self.batches[:arrived]
             return
         if op.startswith("griddepcontrol"):
             self.waited |= op == "griddepcontrol.wait"
@@ -250,7 +260,7 @@ class Machine:
                 data[..., byte] = self.load("global", source + byte, 1, active & (byte < count))[..., 0]
             if np.any((source % size)[active & (count > 0)]):
                 raise AssertionError("misaligned cp.async")
-            self.store("shared", to, data, active)
+            self.batches[-1].append((to, data, active))
             return
         parts = op.split(".")
         width = 2 if parts[-1] == "b16" else 4

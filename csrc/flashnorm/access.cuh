@@ -1,8 +1,8 @@
 // How the GPU's kernels touch memory, beyond the whole packs of vec.cuh; to be included before it.
 //
 // These are values of `At::access`, so stages know nothing of them. What a stage would load with `Touch` is
-// prefetched, what it loads with `Async` is copied to shared memory, `Streamed` marks rows as used once,
-// and `Shifted` reads and writes rows of any width and alignment.
+// prefetched, what it loads with `Async` is copied to shared memory, and `Shifted` reads and writes rows of any
+// width and alignment.
 #pragma once
 
 #include <type_traits>
@@ -17,9 +17,6 @@ struct Touch {};
 
 // The pack is in shared memory, and is there once `await_copies` returns.
 struct Async {};
-
-// Whole packs of rows that make room in the caches for what other rows share.
-struct Streamed {};
 
 // The pack's place is aligned for an element, no more. `left` elements of the row begin there, `before`
 // come before it. A store is the work of a warp: all its threads call it, neighbours with neighbouring
@@ -47,23 +44,6 @@ FN_DEVICE void load(Pack<T, N>& pack, const T* from, Async) {
 
 FN_DEVICE void put_words(uint32_t* to, uint4 v) { to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w; }
 FN_DEVICE uint4 get_words(const uint32_t* from) { return make_uint4(from[0], from[1], from[2], from[3]); }
-
-template <bool kOnce, class T, int N>
-FN_DEVICE void load(Pack<T, N>& pack, const T* from, Streamed) {
-  FN_UNROLL
-  for (int i = 0; i < Pack<T, N>::kBytes / 16; ++i) {
-    const uint4* piece = reinterpret_cast<const uint4*>(from) + i;
-    put_words(pack.words + 4 * i, kOnce ? load_streamed(piece) : *piece);
-  }
-}
-
-template <class T, int N>
-FN_DEVICE void store(T* to, const Pack<T, N>& pack, Streamed) {
-  FN_UNROLL
-  for (int i = 0; i < Pack<T, N>::kBytes / 16; ++i) {
-    store_streamed(reinterpret_cast<uint4*>(to) + i, get_words(pack.words + 4 * i));
-  }
-}
 
 // ---------------------------------------------------------------- shifted rows
 // A pack at an odd place lies in one more aligned piece of 16 bytes than it fills: it is read as those

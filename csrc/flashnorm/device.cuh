@@ -23,8 +23,6 @@ FN_DEVICE uint32_t shuffle_up(uint32_t v) { return __shfl_up_sync(0xFFFFFFFFu, v
 FN_DEVICE void sync_cta() { __syncthreads(); }
 
 // 16 bytes that nobody reads again soon: they make room in the caches for what is.
-FN_DEVICE uint4 load_streamed(const uint4* from) { return __ldcs(from); }
-FN_DEVICE void store_streamed(uint4* to, uint4 v) { __stcs(to, v); }
 
 // Asks for a line to be brought to L2, where the memory of a GPU is coherent: no value is read.
 FN_DEVICE void prefetch(const void* at) {

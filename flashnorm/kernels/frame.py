@@ -99,10 +99,10 @@ class Frame:
                     pred = full if tail is None else full | tail
                     memory.prefetch(self._address(operand.name, j), None if pred is None else pred.ir_value())
 
-    def stage(self, names):
-        """Start the copies of whole rows to shared memory."""
+    def stage(self, names, order):
+        """Start the copies of whole rows to shared memory, a batch a round, in the order they will be used in."""
         self.stage_names = tuple(names)
-        for j in range(self.tile.rounds):
+        for j in order:
             for name in names:
                 dtype = self.variant.dtype(name)
                 valid = None
@@ -112,6 +112,13 @@ class Frame:
                     valid = valid.ir_value()
                 slot, plane = self._slot(name, j)
                 memory.stage_group(slot, plane, self._address(name, j), dtype, self.tile.vec, valid)
+            memory.stage_commit()
+
+    def arrivals(self, order):
+        """The staged rounds in order, each as soon as its own batch is there."""
+        for i, j in enumerate(order):
+            memory.stage_wait(len(order) - 1 - i)
+            yield j
 
     def _slot(self, name, j):
         """Shared address of a staged group of this thread, and the distance to an fp32 group's second half.

@@ -136,9 +136,14 @@ def stage_group(slot, plane, addr, dtype, vec, valid_bytes=None):
     asm(None, "{ " + " ".join(lines) + " }", ",".join(["r", "l", "r"][: len(operands)]), operands, effect=True)
 
 
-def stage_wait():
-    """Wait for every copy this thread has started."""
-    asm(None, "cp.async.wait_all;", "", (), effect=True)
+def stage_commit():
+    """Close a batch of copies, for `stage_wait` to count."""
+    asm(None, "cp.async.commit_group;", "", (), effect=True)
+
+
+def stage_wait(pending):
+    """Wait until at most the last `pending` batches of this thread are under way."""
+    asm(None, f"cp.async.wait_group {pending};", "", (), effect=True)
 
 
 def read_slot(slot, plane, dtype):

@@ -62,7 +62,7 @@ def row_program(k, scalars):
 
     order = [j for lane in range(tile.lanes_per_thread) for j in range(lane, tile.rounds, tile.lanes_per_thread)]
     if tile.staged:
-        k.stage(load.names)
+        k.stage(load.names, order)
     elif tile.hold == "registers":
         for j in range(everything):
             for name in load.names:
@@ -70,8 +70,6 @@ def row_program(k, scalars):
     if tile.early_weights:
         for name in vecs:
             k.load(name, range(everything))
-    if tile.staged:
-        memory.stage_wait()
     rereads = load.names if tile.hold == "global" else ()
 
     late = Turns(k, range(everything), [*rereads, *([] if tile.early_weights else vecs)], tile.batch)
@@ -79,7 +77,7 @@ def row_program(k, scalars):
         late.ask()  # under way while the sum crosses the row
 
     stats_type = STATS[type(program.stats)]
-    turns = iter(Turns(k, order, rereads, tile.batch))
+    turns = k.arrivals(order) if tile.staged else iter(Turns(k, order, rereads, tile.batch))
     sums = []
     for lane in range(tile.lanes_per_thread):
         own = len(range(lane, tile.rounds, tile.lanes_per_thread))

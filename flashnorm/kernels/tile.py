@@ -162,6 +162,7 @@ class Shape:
     signal_early: bool = False
     prefetch: Prefetch = "none"
     streaming: bool = False
+    shared: bool = False  # the row waits in shared memory where registers would hold it too
 
 
 # The classes of M, by their largest M, and for each the tile by the size of a row: the largest number of 16-bit
@@ -171,7 +172,8 @@ class Shape:
 # group or two a thread, everything asked into L2 before the earlier kernel is done (1 x 4096: 1.07 us, 1.37 without,
 # 64 x 8192: 1.76 and 2.18) and the next kernel let in at once (1 x 4096: 1.37 us, 1.39 to 1.66 without). Many rows:
 # bandwidth counts, so few barriers and 16 elements a thread or more, until a row is so wide that one CTA of it fills
-# an SM: then clusters (2048 x 131072: 272 us on four CTAs). Between them rows used once are marked so (1024 x 8192:
+# an SM: then clusters, the row in shared memory, since registers for it leave no second row in flight
+# (2048 x 131072: 271 us on four CTAs, 284 in registers). Between them rows used once are marked so (1024 x 8192:
 # 9.56 us, 10.04 without).
 def _soon(threads: int, cta: int, cluster: int = 1) -> Shape:
     return Shape(threads, cta, cluster, signal_early=True, prefetch="all")
@@ -212,9 +214,9 @@ CLASSES: tuple[tuple[int | None, tuple[tuple[int, Shape], ...]], ...] = (
             (8192, Shape(128, 128, early_weights=False, streaming=True)),
             (16384, Shape(256, 256, early_weights=False)),
             (32768, Shape(512, 512, early_weights=False)),
-            (65536, Shape(1024, 1024, early_weights=False)),
-            (131072, Shape(256, 256, 4, early_weights=False)),
-            (1 << 30, Shape(128, 128, 8, early_weights=False)),
+            (65536, Shape(1024, 1024, early_weights=False, shared=True)),
+            (131072, Shape(256, 256, 4, early_weights=False, signal_early=True, prefetch="vecs", shared=True)),
+            (1 << 30, Shape(128, 128, 8, early_weights=False, shared=True)),
         ),
     ),
     (
@@ -225,9 +227,9 @@ CLASSES: tuple[tuple[int | None, tuple[tuple[int, Shape], ...]], ...] = (
             (6144, Shape(256, 256)),
             (16384, Shape(512, 512)),
             (32768, Shape(512, 512, early_weights=False)),
-            (65536, Shape(1024, 1024, early_weights=False)),
-            (131072, Shape(256, 256, 4, early_weights=False)),
-            (1 << 30, Shape(128, 128, 8, early_weights=False)),
+            (65536, Shape(1024, 1024, early_weights=False, shared=True)),
+            (131072, Shape(256, 256, 4, early_weights=False, signal_early=True, prefetch="vecs", shared=True)),
+            (1 << 30, Shape(128, 128, 8, early_weights=False, shared=True)),
         ),
     ),
 )
@@ -278,13 +280,15 @@ def pick(hidden_size: int, vec: int, loaded: tuple[int, ...], held: int, sm: int
         hidden_size, vec, threads, cta, cluster, early_weights=shape.early_weights, signal_early=shape.signal_early,
         prefetch=shape.prefetch, streaming=shape.streaming,
     )  # fmt: skip
-    if _registers_suffice(tile, held):
+    if _registers_suffice(tile, held) and not shape.shared:
         return replace(tile, early_weights=tile.early_weights and _weights_fit(tile, held))
     tile = replace(tile, num_threads=threads, early_weights=False, streaming=False)
     if vec * min(loaded) >= 4:  # the least that cp.async moves
         staged = replace(tile, hold="shared", staged=True)
         if staged.shared_bytes(loaded) <= shared_limit(sm):
             return staged
+    if _registers_suffice(tile, held):
+        return tile
     return replace(tile, hold="global")
 
 

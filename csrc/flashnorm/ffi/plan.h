@@ -27,15 +27,13 @@ struct Plan {
 
 // The tiles there are. Each is a kernel to build, about 0.4 s; a plan with `lanes` is one of them.
 //
-// Holding maps back until the sum is known frees registers for the row, and so room for rows. Streamed marks help
-// where the rows of a launch and its weights together just fit the L2 (1024 x 8192: 9.6 us, 10.0 without).
+// Holding maps back until the sum is known frees registers for the row, and so room for rows.
 using Tiles = TileList<
     // threads, cluster, lanes, groups
     Tile<0, 1, 1, 1>,                     // a lane a thread: narrow rows, and few rows
     Tile<32, 1, 2, 1>,                    // a warp a row, without a barrier: many rows of up to 2048
     Tile<32, 1, 4, 1>,                    //
     Tile<32, 1, 8, 1>,                    //
-    Tile<128, 1, 8, 1, Streamed, false>,  // some rows of up to 8192
     Tile<256, 1, 2, 1>,                   // many rows of up to 4096
     Tile<256, 1, 4, 1>,                   // of up to 8192
     Tile<512, 1, 2, 1>,                   //
@@ -49,7 +47,7 @@ using Tiles = TileList<
     Tile<256, 1, 2, 1, Shifted>,    //
     Tile<256, 1, 4, 1, Shifted>,    //
     // streamed, a lane a thread: rows of more than 8192 that registers do not hold
-    Tile<1024, 1, 0, 0>, Tile<256, 4, 0, 0>, Tile<128, 8, 0, 0>, Tile<1024, 1, 0, 0, Shifted>>;
+    Tile<1024, 1, 0, 0>, Tile<128, 8, 0, 0>, Tile<1024, 1, 0, 0, Shifted>>;
 
 // A thread's part of a row stays in registers up to this many bytes, else in shared memory.
 constexpr int kRegisterBytes = 256;
@@ -64,8 +62,9 @@ inline Plan pick_shifted(int hidden_size) {
 }
 
 // Few rows: latency counts. A group or two a thread, and clusters from where a CTA has not enough threads for it.
-inline Plan pick_for_few(int hidden_size, bool clusters) {
+inline Plan pick_for_few(int hidden_size, bool clusters, bool few) {
   const int lanes = lanes_of(hidden_size);
+  if (lanes == 512 && few) return {256, 1, 1, 2, 1, false};  // 1 x 4096: 1.24 us, 1.37 on 512 threads
   if (lanes < kMaxLanes) return one_lane(lanes, lanes <= 16 ? 64 : 32);
   if (hidden_size <= 8192) return {512, 1, 1, 2, 1, false};
   if (hidden_size <= 16384) return {512, 1, 1, 2, 2, false};
@@ -84,13 +83,13 @@ inline Plan pick_for_many(int hidden_size, int size, bool some, bool clusters) {
   if (lanes <= 256 && size <= 1536) return {32, 4, 1, lanes / 32, 1, false};
   if (lanes <= 256) return one_lane(lanes, 256);
   if (lanes == 512) return {256, 1, 1, 2, 1, false};
-  if (hidden_size <= 8192 && some && size <= 8192) return {128, 1, 1, 8, 1, false};
-  if (size <= 6144) return {256, 1, 1, 4, 1, false};
+  if (size <= 6144 || (some && hidden_size <= 8192)) return {256, 1, 1, 4, 1, false};  // 1024 x 8192: 9.4, 10.1 on 512
   if (hidden_size <= 8192) return {512, 1, 1, 2, 1, false};
   if (hidden_size <= 16384) return {512, 1, 1, 2, 2, false};
   if (size <= 32768) return {512, 1, 1, 2, 4, false};
-  if (size <= 65536 || !clusters) return {1024, 1, 1, 0, 0, false};
-  if (size <= 131072) return {256, 1, 4, 0, 0, false};
+  if (!clusters) return {1024, 1, 1, 0, 0, false};
+  if (hidden_size <= 32768) return {512, 1, 2, 1, 4, false};  // fused add, 4096 x 32768: 263, 365 in shared memory
+  if (hidden_size <= 65536) return {256, 1, 4, 1, 8, false};  // 4096 x 65536: 258, and 528 with the addition
   return {128, 1, 8, 0, 0, false};
 }
 
@@ -109,9 +108,9 @@ inline Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int w
     return plan.lanes * plan.groups * kGroup * kept_bytes <= kRegisterBytes;
   };
   Plan plan = rows <= 6 * device.processors
-                  ? pick_for_few(hidden_size, clusters)
+                  ? pick_for_few(hidden_size, clusters, few)
                   : pick_for_many(hidden_size, size, rows <= 24 * device.processors, clusters);
-  if (!fits(plan)) plan = pick_for_many(hidden_size, 1 << 30, false, clusters);
+  if (!fits(plan)) plan = clusters ? Plan{128, 1, 8, 0, 0, false} : Plan{1024, 1, 1, 0, 0, false};
   plan.prefetch = few;
   return plan;
 }
