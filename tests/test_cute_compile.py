@@ -1,7 +1,6 @@
 """The CuTe kernels as compiled code, for architectures that are not here: arithmetic, width of access, registers."""
 
 import re
-import shutil
 import subprocess
 import sys
 
@@ -9,6 +8,7 @@ import pytest
 
 from flashnorm.kernels import tile as tiles
 from flashnorm.program import AddResidual, Affine, Cast, LoadRow, Rms, RowProgram, SaveRstd, Variant
+from tests import binaries
 
 B, F, S = "bfloat16", "float16", "float32"
 NORM = RowProgram(LoadRow(), Rms(), (Affine(),), Cast())
@@ -78,14 +78,10 @@ def test_whole_groups_move_16_bytes_at_a_time(compiled, arch):
 @pytest.mark.parametrize(("arch", "name"), CASES)
 def test_nothing_spills(compiled, arch, name, tmp_path):
     """No local memory and no stack, read from the machine code."""
-    tool = shutil.which("cuobjdump")
-    if tool is None:
-        pytest.skip("no cuobjdump on PATH")
     path = tmp_path / "kernel.cubin"
     path.write_bytes(compiled(arch, name).cubin)
-    text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    usage = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
-    assert usage and all((stack, local) == ("0", "0") for _, stack, local in usage), usage
+    usage = binaries.resources(path)
+    assert usage and all(stack == 0 and local == 0 for _, stack, local in usage), usage
 
 
 def test_an_object_links_and_loads_without_the_dsl(tmp_path):
