@@ -250,15 +250,24 @@ def _shape(size: int, rows: int, sm: int) -> Shape:
     return replace(shape, threads=threads, cta=threads, cluster=1)
 
 
+def _registers(tile: RowTile) -> int:
+    """Registers a thread can have."""
+    return min(255, 65536 // tile.num_threads)
+
+
 def _registers_suffice(tile: RowTile, held: int) -> bool:
-    """Held rows may take half of the registers a thread can have; the rest computes."""
-    per_thread = min(255, 65536 // tile.num_threads)
-    return tile.rounds * GROUP * held // 4 <= min(64, per_thread // 2)
+    """Held rows may take half of the registers; the rest computes."""
+    return tile.rounds * GROUP * held // 4 <= min(64, _registers(tile) // 2)
 
 
 def _weights_fit(tile: RowTile, held: int) -> bool:
     """Weights (at worst fp32) may wait beside the row where both leave half of the registers."""
-    return tile.rounds * GROUP * (held + 4) // 4 <= min(255, 65536 // tile.num_threads) // 2
+    return tile.rounds * GROUP * (held + 4) // 4 <= _registers(tile) // 2
+
+
+def _batch(tile: RowTile, width: int) -> int:
+    """Rounds loaded together, `width` bytes an element of each: two batches take half of the registers."""
+    return max(1, min(4, _registers(tile) // 4 // (GROUP * width // 4)))
 
 
 def pick(hidden_size: int, vec: int, loaded: tuple[int, ...], held: int, sm: int, rows: int) -> RowTile:
@@ -281,15 +290,17 @@ def pick(hidden_size: int, vec: int, loaded: tuple[int, ...], held: int, sm: int
         prefetch=shape.prefetch, streaming=shape.streaming,
     )  # fmt: skip
     if _registers_suffice(tile, held) and not shape.shared:
-        return replace(tile, early_weights=tile.early_weights and _weights_fit(tile, held))
+        early = tile.early_weights and _weights_fit(tile, held)
+        return replace(tile, early_weights=early, batch=4 if early else _batch(tile, 4))
     tile = replace(tile, num_threads=threads, early_weights=False, streaming=False)
+    tile = replace(tile, batch=_batch(tile, 4))  # of weights, at worst fp32
     if vec * min(loaded) >= 4:  # the least that cp.async moves
         staged = replace(tile, hold="shared", staged=True)
         if staged.shared_bytes(loaded) <= shared_limit(sm):
             return staged
     if _registers_suffice(tile, held):
         return tile
-    return replace(tile, hold="global")
+    return replace(tile, hold="global", batch=_batch(tile, sum(loaded) + 4))
 
 
 def plans(hidden_size: int, vec: int, loaded: tuple[int, ...], held: int, sm: int) -> Plans:
