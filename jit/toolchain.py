@@ -138,14 +138,12 @@ def _host_compiler(words: Sequence[str], config: Settings) -> HostCompiler | Mis
 def cxx_flags(compiler: HostCompiler, cpu: Cpu) -> tuple[str, ...]:
     """Flags for one host unit: fast, and every fp32 operation as written (IEEE, no contraction).
 
-    OpenMP is on while compiling and absent while linking: the symbols bind to the libgomp that torch
-    has loaded, hence one thread pool. clang calls another runtime (libomp), which may not be there,
-    so its code is single-threaded.
+    There is no OpenMP in it: the code looks torch's own thread pool up when it runs (csrc/flashnorm/cpu/threads.h).
     """
     native = "-mcpu=native" if cpu.machine in ("aarch64", "arm64") else "-march=native"
     flags = ["-std=c++17", "-O3", native, "-fPIC", "-ffp-contract=off", "-fno-math-errno", *_HIDDEN]
     if compiler.kind == "gcc":
-        flags += ["-fopenmp", "-fno-gnu-unique"]
+        flags += ["-fno-gnu-unique"]
     return tuple(flags)
 
 
