@@ -86,7 +86,7 @@ def {name}{signature}:
 
 def memoryless(*tensors: torch.Tensor | None) -> bool:
     """Whether a launch never began, because some tensor has no memory to hand over."""
-    return any(t is not None and t.device.type == "meta" for t in tensors)
+    return any(t is not None and (t.device.type == "meta" or t.layout is not torch.strided) for t in tensors)
 
 
 def warm(
