@@ -6,6 +6,7 @@ All of it works on shapes, dtypes, devices and strides, so it traces under torch
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,12 @@ def check_scalar(op: Op, name: str, value: Any) -> float:
     """A run-time fp32 value: a finite Python number >= 0."""
     if isinstance(value, torch.SymFloat):
         return value  # type: ignore[return-value]  # a compiler's symbol, checked when it has a value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{op.name}: {name} must be a Python number, got {type(value).__name__}")
-    if not (0.0 <= value <= FLT_MAX):
+    number = float(value)
+    if not (0.0 <= number <= FLT_MAX):
         raise ValueError(f"{op.name}: {name} must be finite and >= 0, got {value!r}")
-    return float(value)
+    return number
 
 
 def check_option(op: Op, name: str, value: Any) -> Any:
@@ -53,6 +55,9 @@ def check_tensors(op: Op, tensors: Sequence[Any]) -> None:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{op.name}: {op.label(operand)} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            what = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else str(tensor.layout)
+            raise ValueError(f"{op.name}: {op.label(operand)} must be a plain strided tensor, got a {what} one")
     x = tensors[0]
     if x.ndim < 1:
         raise ValueError(f"{op.name}: {op.label(op.operands[0])} must have at least one dimension, got a 0-d tensor")
@@ -67,8 +72,6 @@ def check_tensors(op: Op, tensors: Sequence[Any]) -> None:
             if tensor.device != x.device:
                 first = op.label(op.operands[0])
                 raise ValueError(f"{op.name}: {op.label(operand)} is on {tensor.device}, but {first} on {x.device}")
-            if tensor.layout is not torch.strided:
-                raise ValueError(f"{op.name}: {op.label(operand)} must be a strided tensor, got {tensor.layout}")
             _check_shape(op, operand, tensor, x)
 
 
@@ -116,6 +119,10 @@ def check_memory(op: Op, tensors: Sequence[torch.Tensor | None]) -> None:
     for operand, tensor in zip(op.operands, tensors, strict=True):
         if tensor is None or tensor.numel() == 0:
             continue
+        if tensor.data_ptr() == 0:
+            raise ValueError(
+                f"{op.name}: {op.label(operand)} has no memory (its storage was freed, or it never had one)"
+            )
         if operand.written and tensor.is_neg():
             raise ValueError(f"{op.name}: {op.label(operand)} is a negated view, which cannot be written")
         if operand.written and layout.self_overlaps(tuple(tensor.shape), tensor.stride()):
@@ -135,6 +142,16 @@ def check_memory(op: Op, tensors: Sequence[torch.Tensor | None]) -> None:
                     f"{op.name}: {op.label(right)} overlaps {op.label(left)} in memory; "
                     f"a written tensor must be apart from every other{exactly}"
                 )
+
+
+def check_identity(op: Op, tensors: Sequence[torch.Tensor | None]) -> None:
+    """What a compiler can see of aliasing: one tensor given twice, and written."""
+    for i, left in enumerate(op.operands):
+        for j, right in enumerate(op.operands[i + 1 :], i + 1):
+            same = tensors[i] is not None and tensors[i] is tensors[j]
+            allowed = op.may_alias(right.name, left.name) or op.may_alias(left.name, right.name)
+            if same and not allowed and (left.written or right.written):
+                raise ValueError(f"{op.name}: {op.label(right)} is {op.label(left)}, and one of them is written")
 
 
 def _may_alias(op: Op, left: Operand, a: torch.Tensor, right: Operand, b: torch.Tensor) -> bool:

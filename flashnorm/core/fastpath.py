@@ -46,7 +46,9 @@ Recent = dict[tuple[int, ...], tuple[Entry, ...]]  # by the shape of the first o
 
 EAGER = """\
     if (
-        dispatch_modes()
+        is_compiling()
+        or is_tracing()
+        or dispatch_modes()
         or function_modes()
         or functorch() is not None
         or profiler._is_profiler_enabled
@@ -72,10 +74,7 @@ def {name}{signature}:
                 and not (grad_enabled() and ({requires_grad}))
                 and launch({arguments})
             ):
-                try:
-                    {versions}
-                except RuntimeError:  # torch keeps no count for an inference tensor outside inference mode
-                    pass
+                {versions}
                 return {result}
     except RuntimeError:
         if not memoryless({tensors}):
@@ -86,7 +85,8 @@ def {name}{signature}:
 
 def memoryless(*tensors: torch.Tensor | None) -> bool:
     """Whether a launch never began, because some tensor has no memory to hand over."""
-    return any(t is not None and (t.device.type == "meta" or t.layout is not torch.strided) for t in tensors)
+    present = [t for t in tensors if t is not None]
+    return any(t.device.type == "meta" or t.layout is not torch.strided or t.is_quantized for t in present)
 
 
 def warm(
@@ -139,9 +139,7 @@ def warm(
         allocate="; ".join(allocate) or "pass",
         x=x,
         state_seen=", ".join(f"{name}_seen" for name in (*op.options, *flags, "forced")),
-        state=" and ".join(
-            (*(f"{name} == {name}_seen" for name in (*op.options, *flags)), "forced_here() is forced_seen")
-        ),
+        state=" and ".join((*(_same(name) for name in (*op.options, *flags)), "forced_here() is forced_seen")),
         scalars_seen=", ".join(f"{s}_seen" for s in op.scalars),
         scalars=" and ".join(
             f"({s} is {s}_seen or {s}.__class__ is float and 0.0 <= {s} <= {FLT_MAX!r})" for s in op.scalars
@@ -155,9 +153,7 @@ def warm(
         tensors=", ".join(local.values()),
         arguments=", ".join((*op.scalars, "enable_pdl is not False", *local.values())),
         versions="; ".join(
-            maybe(n, f"inference_mode() and {local[n]}.is_inference() or bump(({local[n]},))", "None")
-            for n in written
-            if n not in asked and local[n] in given
+            maybe(n, f"bump(({local[n]},))", "None") for n in written if n not in asked and local[n] in given
         )
         or "pass",
         result=result,
@@ -167,10 +163,11 @@ def warm(
         "empty_like": torch.empty_like,
         "empty": op.empty,
         "forced_here": forced_here,
+        "is_compiling": torch.compiler.is_dynamo_compiling,  # other compilers bring modes
+        "is_tracing": torch._C._is_tracing,
         "dispatch_modes": torch._C._len_torch_dispatch_stack,
         "function_modes": torch._C._len_torch_function_stack,
         "functorch": torch._C._functorch.peek_interpreter_stack,
-        "inference_mode": torch.is_inference_mode_enabled,
         "forward_ad": torch.autograd.forward_ad,
         "profiler": torch.autograd.profiler,
         "grad_enabled": torch.is_grad_enabled,
@@ -184,8 +181,12 @@ def warm(
     }
     exec(compile(text, f"<flashnorm {op.name}>", "exec"), scope)  # our own text
     call: Any = functools.wraps(cold)(scope[op.name])
-    call._torchdynamo_inline = cold  # Dynamo traces the function behind; a test for it would cost every call
     return call
+
+
+def _same(name: str) -> str:
+    """Whether an option is what it was. Mostly the same object; only strings and flags are compared."""
+    return f"({name} is {name}_seen or {name}.__class__ in (str, bool) and {name} == {name}_seen)"
 
 
 def _plain(name: str) -> str:

@@ -61,10 +61,11 @@ def _in_python(op: Op, made: Plan, tensors: Tensors) -> Guarded:
     first = len(op.scalars) + 1
     wanted = [_facts(t) for t in tensors]
     low = _low(op, tensors)
+    known = _crossing(op, tensors)  # interleaved slices: the exact check has found them apart
 
     def launch(*args: Any) -> bool:
         given = args[first:]
-        if [_facts(t) for t in given] != wanted or _low(op, given) != low or not apart(op, given):
+        if [_facts(t) for t in given] != wanted or _low(op, given) != low or not apart(op, given, known):
             return False
         made.run(*args)
         return True
@@ -73,25 +74,32 @@ def _in_python(op: Op, made: Plan, tensors: Tensors) -> Guarded:
 
 
 def _facts(t: torch.Tensor | None) -> Any:
-    return None if t is None else (t.dtype, t.device, t.shape, t.stride())
+    """What must be as it was, that there is memory included."""
+    return None if t is None else (t.dtype, t.device, t.shape, t.stride(), t.is_neg(), t.data_ptr() != 0)
 
 
-def _low(op: Op, tensors: Tensors) -> int:
-    """Bits that the addresses have below 16 bytes, together."""
-    low = 0
-    for operand, t in zip(op.operands, tensors, strict=True):
-        low |= 0 if t is None or operand.kind == "per_row" else t.data_ptr() & (layout.ACCESS_BYTES - 1)
-    return low
+def _low(op: Op, tensors: Tensors) -> list[int]:
+    """Bits that each address has below 16 bytes."""
+    return [
+        0 if t is None or operand.kind == "per_row" else t.data_ptr() & (layout.ACCESS_BYTES - 1)
+        for operand, t in zip(op.operands, tensors, strict=True)
+    ]
 
 
-def apart(op: Op, tensors: Tensors) -> bool:
-    """Whether no written operand shares a byte range with another, but an output with the tensor it may be."""
+def _crossing(op: Op, tensors: Tensors) -> dict[tuple[int, int], int]:
+    """Distances of the pairs, one of them written, whose byte ranges cross; an output may be the tensor it is like."""
     spans = [None if t is None or not t.numel() else (t.data_ptr(), t.data_ptr() + layout.extent(t)) for t in tensors]
+    found = {}
     for i, a in enumerate(spans):
         for j, b in enumerate(spans):
             if a is None or b is None or i == j or not op.operands[i].written:
                 continue
             same = a == b and (_alias(op, i, tensors) == j or _alias(op, j, tensors) == i)
-            if not (a[0] >= b[1] or b[0] >= a[1] or same):
-                return False
-    return True
+            if a[0] < b[1] and b[0] < a[1] and not same:
+                found[i, j] = a[0] - b[0]
+    return found
+
+
+def apart(op: Op, tensors: Tensors, known: dict[tuple[int, int], int]) -> bool:
+    """Whether no pair crosses, but at a distance that is known to be good."""
+    return all(known.get(pair) == distance for pair, distance in _crossing(op, tensors).items())

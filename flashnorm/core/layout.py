@@ -89,33 +89,35 @@ def overlaps(a: Span, b: Span) -> bool:
     """Whether two blocks share a byte. Exact, but for layouts so tangled that the search gives up (then True)."""
     if a.low >= b.high or b.low >= a.high:
         return False
-    # a byte is shared iff  -b.run < (a.address - b.address) + sum(i*sa) - sum(j*sb) < a.run ... solved
-    # dimension by dimension, largest stride first: what is left can only reach so far.
-    terms = [(s, n) for n, s in zip(a.sizes, a.strides, strict=True) if n > 1 and s]
-    terms += [(-s, n) for n, s in zip(b.sizes, b.strides, strict=True) if n > 1 and s]
-    terms.sort(key=lambda t: -abs(t[0]))
+    # A byte is shared iff  -a.run < (a.address - b.address) + sum(i*sa) - sum(j*sb) < b.run  has a solution.
+    # Steps of one size go together (i - j is one number), and the largest come first: what is left reaches so far.
+    reach: dict[int, list[int]] = {}
+    for strides, sizes, sign in ((a.strides, a.sizes, 1), (b.strides, b.sizes, -1)):
+        for stride, size in zip(strides, sizes, strict=True):
+            if size > 1 and stride:
+                ends = reach.setdefault(abs(stride), [0, 0])
+                ends[0 if (stride < 0) == (sign > 0) else 1] += size - 1
+    steps_of = sorted(reach.items(), reverse=True)  # (step, [how far down, how far up])
     low_after, high_after = [0], [0]
-    for s, n in reversed(terms):
-        low_after.append(low_after[-1] + min(0, s * (n - 1)))
-        high_after.append(high_after[-1] + max(0, s * (n - 1)))
+    for step, (down, up) in reversed(steps_of):
+        low_after.append(low_after[-1] - step * down)
+        high_after.append(high_after[-1] + step * up)
     low_after.reverse()
     high_after.reverse()
-    steps = 0
+    tried = 0
 
     def search(k: int, offset: int) -> bool:
-        nonlocal steps
-        steps += 1
-        if steps > MAX_STEPS:
+        nonlocal tried
+        tried += 1
+        if tried > MAX_STEPS:
             return True
-        if offset + high_after[k] <= -a.run or offset + low_after[k] >= b.run:
-            return False
-        if k == len(terms):
-            return True
-        s, n = terms[k]
-        # offset + i*s + [low, high] must meet (-a.run, b.run)
-        bounds = sorted(((-a.run - high_after[k + 1] - offset) / s, (b.run - low_after[k + 1] - offset) / s))
-        first, last = max(0, int(bounds[0]) - 1), min(n - 1, int(bounds[1]) + 1)
-        return any(search(k + 1, offset + i * s) for i in range(first, last + 1))
+        if k == len(steps_of):
+            return -a.run < offset < b.run
+        step, (down, up) = steps_of[k]
+        # offset + i * step + [low, high] must meet (-a.run, b.run)
+        first = max(-down, -((a.run - 1 + high_after[k + 1] + offset) // step))
+        last = min(up, (b.run - 1 - low_after[k + 1] - offset) // step)
+        return any(search(k + 1, offset + i * step) for i in range(first, last + 1))
 
     return search(0, a.address - b.address)
 

@@ -143,6 +143,7 @@ class Op:
     def traced(self, *args: Any) -> Any:
         """The call under a compiler: the same checks on shapes, then the registered operator."""
         tensors, scalars, options, enable_pdl = self._validate(args)
+        checks.check_identity(self, tensors)  # of memory nothing is known yet
         if self.functional is None:
             self.overload(*tensors, *scalars, *options.values(), enable_pdl)
             return self._result(tensors)
@@ -201,7 +202,8 @@ class Op:
             or torch._C._len_torch_function_stack()
             or torch._C._functorch.peek_interpreter_stack() is not None
             or torch.autograd.forward_ad._current_level >= 0
-            or torch._C._autograd._profiler_enabled()
+            or torch._C._is_tracing()
+            or torch.autograd.profiler._is_profiler_enabled
             or (torch.is_grad_enabled() and any(t.requires_grad for t in present))
             or any(t.device.type == "meta" for t in present)
         )

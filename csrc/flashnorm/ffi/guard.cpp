@@ -29,7 +29,8 @@ uintptr_t address_of(const DLTensor& t) { return reinterpret_cast<uintptr_t>(t.d
 struct Operand {
   bool present = false;
   bool written = false;
-  bool aligned = false;           // its address counts in `low`
+  uintptr_t low_mask = 0;         // the bits of its address that count
+  uintptr_t low = 0;              // and what they were
   int alias = -1;                 // the operand it may be, all of it
   DLDevice device{};
   DLDataType dtype{};
@@ -54,8 +55,10 @@ struct Operand {
 struct Guard {
   Function launch;
   int leading;  // arguments before the operands
-  uintptr_t low = 0;
   std::vector<Operand> operands;
+  // Distances of pairs whose byte ranges cross although they share no byte: slices of one buffer, side by side.
+  // Whoever makes a guard has checked that exactly.
+  std::vector<std::optional<intptr_t>> known;
 
   // Launches and says true, or finds a difference and says false.
   bool operator()(PackedArgs args) const {
@@ -63,7 +66,7 @@ struct Guard {
     if (args.size() != leading + count) return false;
     DLTensor tensors[kMaxArguments];
     AnyView passed[kMaxArguments];
-    uintptr_t first[kMaxArguments], low_bits = 0;
+    uintptr_t first[kMaxArguments];
     int n = 0;
     for (; n < leading; ++n) passed[n] = args[n];
     for (int i = 0; i < count; ++i) {
@@ -77,8 +80,7 @@ struct Guard {
       if (!expected.present || !tensor || !expected.matches(**tensor)) return false;
       tensors[i] = **tensor;
       first[i] = address_of(tensors[i]);
-      if (first[i] == 0) return false;
-      if (expected.aligned) low_bits |= first[i] & 15;
+      if (first[i] == 0 || (first[i] & expected.low_mask) != expected.low) return false;
       if (expected.viewed) {
         tensors[i].ndim = int(expected.view_shape.size());
         tensors[i].shape = const_cast<int64_t*>(expected.view_shape.data());
@@ -88,10 +90,14 @@ struct Guard {
         passed[n++] = given;
       }
     }
-    if (low_bits != low || overlap(first)) return false;
+    if (overlap(first)) return false;
     Any ignored;
     launch.CallPacked(passed, n, &ignored);
     return true;
+  }
+
+  bool crosses(int i, int j, const uintptr_t* first) const {
+    return first[i] < first[j] + operands[j].bytes && first[j] < first[i] + operands[i].bytes;
   }
 
   // Whether a written operand shares a byte range with another, but with the one it may be.
@@ -103,9 +109,9 @@ struct Guard {
       for (int j = 0; j < count; ++j) {
         const Operand& b = operands[j];
         if (j == i || !b.present || (b.written && j < i)) continue;
-        const bool apart = first[i] >= first[j] + b.bytes || first[j] >= first[i] + a.bytes;
+        if (!crosses(i, j, first)) continue;
         const bool same = first[i] == first[j] && (a.alias == j || b.alias == i);
-        if (!apart && !same) return true;
+        if (!same && known[i * count + j] != intptr_t(first[i] - first[j])) return true;
       }
     }
     return false;
@@ -127,13 +133,13 @@ void make_guard(PackedArgs args, Any* result) {
   const auto views = args[3].cast<Array<Any>>();
   const int count = args.size() - 4;
   if (guard.leading + count > kMaxArguments) TVM_FFI_THROW(ValueError) << "more than " << kMaxArguments << " arguments";
+  uintptr_t first[kMaxArguments] = {};
   for (int i = 0; i < count; ++i) {
     Operand operand;
     if (args[4 + i] != nullptr) {
       const DLTensor& t = *args[4 + i].cast<DLTensor*>();
       operand.present = true;
       operand.written = flags[i][0] != 0;
-      operand.aligned = flags[i][1] != 0;
       operand.alias = int(flags[i][2]);
       operand.device = t.device;
       operand.dtype = t.dtype;
@@ -143,7 +149,9 @@ void make_guard(PackedArgs args, Any* result) {
       int64_t last = 0;
       for (int d = 0; d < t.ndim; ++d) last += (t.shape[d] - 1) * t.strides[d];
       operand.bytes = (last + 1) * itemsize;
-      if (operand.aligned) guard.low |= address_of(t) & 15;
+      first[i] = address_of(t);
+      operand.low_mask = flags[i][1] != 0 ? 15 : 0;
+      operand.low = first[i] & operand.low_mask;
       if (views[i] != nullptr) {
         const auto view = views[i].cast<Array<Any>>();
         operand.viewed = true;
@@ -152,6 +160,13 @@ void make_guard(PackedArgs args, Any* result) {
       }
     }
     guard.operands.push_back(std::move(operand));
+  }
+  guard.known.resize(count * count);
+  for (int i = 0; i < count; ++i) {
+    for (int j = 0; j < count; ++j) {
+      const bool both = guard.operands[i].present && guard.operands[j].present;
+      if (both && guard.crosses(i, j, first)) guard.known[i * count + j] = intptr_t(first[i] - first[j]);
+    }
   }
   *result = Function::FromPacked(
       [guard = std::move(guard)](PackedArgs call, Any* out) { *out = guard(call); });
