@@ -5,6 +5,7 @@ Importing it imports neither the CuTe DSL nor a compiler and does not initialise
 
 from __future__ import annotations
 
+from flashnorm.ahead import gen_norm_module, preload, record
 from flashnorm.api import capabilities, explain
 from flashnorm.core.dispatch import Explanation, backend
 from flashnorm.ops.rmsnorm import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
@@ -20,5 +21,8 @@ __all__ = [
     "fused_add_rmsnorm",
     "gemma_fused_add_rmsnorm",
     "gemma_rmsnorm",
+    "gen_norm_module",
+    "preload",
+    "record",
     "rmsnorm",
 ]

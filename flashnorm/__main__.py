@@ -1,4 +1,4 @@
-"""The command line: `python -m flashnorm doctor | verify | explain`.
+"""The command line: `python -m flashnorm doctor | verify | explain | cache | precompile | bench`.
 
 Exit codes: 0 all is well, 1 something failed or nothing serves, 2 wrong usage.
 """
@@ -12,9 +12,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
+
 COMMANDS = {
     "doctor": ("flashnorm.doctor", "what this machine has, and which route serves each operator"),
     "verify": ("flashnorm.verify", "every operator on every route here, against fp64"),
+    "explain": ("flashnorm.explain_cli", "which route serves a call, and why the others do not"),
+    "cache": ("flashnorm.cache_cli", "the compiled kernels that are kept: list, info, clear"),
+    "precompile": ("flashnorm.precompile", "build kernels into a folder, for machines that have no compiler"),
+    "gen-module": ("flashnorm.precompile", "another name of precompile"),
+    "bench": ("flashnorm.bench", "the routes here beside eager PyTorch, in a minute"),
 }
 
 
@@ -29,6 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module(module).add_arguments(sub)
     arguments = parser.parse_args(argv)
     return int(importlib.import_module(COMMANDS[arguments.command][0]).run(arguments))
+
+
+def console() -> Console:
+    """Where tables go: as wide as the terminal, and wide enough for any line in a file or a pipe."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 
 
 def print_json(value: Any) -> None:

@@ -74,4 +74,7 @@ def routes(facts: devices.DeviceFacts, have: dispatch.Tools | None = None) -> di
     """The dispatcher's answer for every operator on a device, which need not be here."""
     forced = dispatch.forced_route(settings.backend, settings.use_cuda_norm)
     have = tools() if have is None else have
-    return {name: dispatch.choose(name, op.routes, facts, have, forced) for name, op in sorted(OPS.items())}
+    unbuilt = plan.unbuilt()
+    return {
+        name: dispatch.choose(name, op.routes, facts, have, forced, unbuilt=unbuilt) for name, op in sorted(OPS.items())
+    }

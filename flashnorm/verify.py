@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashnorm
+from flashnorm import timing
 from flashnorm.core import device as devices
 from flashnorm.core import plan
 from flashnorm.core.dispatch import ROUTES, backend
@@ -210,12 +210,15 @@ def _serves(op: Op, route: str, device: torch.device) -> str | None:
 
 
 # ------------------------------------------------------------------ speed
-def speed(op: Op, route: str, device: torch.device) -> float:
-    """Time of eager PyTorch / time of the route, bf16, on one shape that fills the device a little."""
-    case, (rows, hidden) = QUICK_CASES[0], (4096, 4096) if device.type == "cuda" else (128, 4096)
+def rivals(
+    op: Op, case: Case, device: torch.device, rows: int, hidden: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """A call of the operator, on whichever route is forced then, and the same work in eager PyTorch."""
     given = {name: t.to(device) for name, t in make_inputs(op, case, rows, hidden).items()}
-    tensors = [given.get(o.name) for o in op.operands]
-    arguments = (*tensors, *(EPS for _ in op.scalars), *_options(op, case).values(), None)
+    # The public function: a user's call goes through it, and is warm from the second time on.
+    function = getattr(flashnorm, op.name)
+    options = _options(op, case)
+    arguments = {op.label(o): given[o.name] for o in op.operands if o.name in given}
     offset = sum(stage.offset for stage in program_of(op, case).maps if isinstance(stage, Affine))
 
     def eager() -> object:
@@ -223,21 +226,15 @@ def speed(op: Op, route: str, device: torch.device) -> float:
         weight = given["weight"] + offset if offset else given["weight"]
         return F.rms_norm(h, (hidden,), weight, EPS)
 
-    sync = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    count = 50 if device.type == "cuda" else 3
+    return lambda: function(**arguments, **options), eager
 
-    def seconds(call: Callable[[], object]) -> float:
-        sync()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        sync()
-        return time.perf_counter() - start
 
+def speed(op: Op, route: str, device: torch.device) -> float:
+    """Time of eager PyTorch / time of the route, bf16, on one shape that fills the device a little."""
+    ours, eager = rivals(op, QUICK_CASES[0], device, 4096 if device.type == "cuda" else 128, 4096)
     with backend(route), torch.no_grad():
-        # In turn, so that a busy machine is busy for both; the first round warms up.
-        pairs = [(seconds(lambda: op.checked(*arguments)), seconds(eager)) for _ in range(6)][1:]
-    return statistics.median(theirs for _, theirs in pairs) / statistics.median(ours for ours, _ in pairs)
+        mine, theirs = timing.per_call((ours, eager), device, 0.01)
+    return theirs / mine
 
 
 # ------------------------------------------------------------------ the command

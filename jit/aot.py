@@ -24,7 +24,7 @@ from .toolchain import job_count
 def export(spec: ArtifactSpec, out: Path, store: Store | None = None) -> Path:
     """Build an artefact, or take it from the cache, and copy it into `out`.
 
-    An intact entry that is already there is kept. The copy appears at once or not at all.
+    An intact entry of the same toolchain that is already there is kept. The copy appears at once or not at all.
 
     Returns:
         The entry in `out`.
@@ -34,7 +34,7 @@ def export(spec: ArtifactSpec, out: Path, store: Store | None = None) -> Path:
         MissingArtifact: it is not there and building is switched off.
     """
     final = out / portable_name(spec)
-    if check_entry(final, spec, portable=True) is None:
+    if check_entry(final, spec) is None:
         return final
     source = (store or default_store()).get(spec)
     try:

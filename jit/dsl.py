@@ -14,6 +14,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,8 +164,8 @@ def pick_toolkit(installed: Iterable[int], driver_major: int | None) -> int:
     return max(usable, default=0)
 
 
-def _installed_version() -> str | Missing:
-    for part in PARTS:
+def _version_of(*parts: str) -> str | Missing:
+    for part in parts:
         try:
             return importlib.metadata.version(part)
         except importlib.metadata.PackageNotFoundError:
@@ -177,7 +178,7 @@ def _installed_version() -> str | Missing:
 @functools.cache
 def find_dsl(config: Settings = settings) -> Dsl | Missing:
     """The installed DSL, or why there is none that can be used."""
-    version = _installed_version()
+    version = _version_of(*PARTS)
     if isinstance(version, Missing):
         return version
     refused = reason_version_refused(version)
@@ -193,6 +194,38 @@ def find_dsl(config: Settings = settings) -> Dsl | Missing:
     # The driver is asked only where there is a choice.
     toolkit = pick_toolkit(installed, _driver_major() if len(installed) > 1 else None)
     return Dsl(version, served_archs(archs, toolkit), toolkit, _runtime(root, toolkit, config))
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The library that kernels of the DSL need when they run; it may be here without the DSL.
+
+    Attributes:
+        path: the file.
+        version: of the DSL it belongs to, or None where the user named the file.
+    """
+
+    path: Path
+    version: str | None
+
+
+@functools.cache
+def find_runtime(config: Settings = settings) -> Runtime | Missing:
+    """The DSL's runtime library by its files alone: named in CUTE_DSL_LIBS, or where the wheels put it."""
+    for folder in dict.fromkeys(sys.path):
+        root = Path(folder) / "nvidia_cutlass_dsl"
+        if not root.is_dir():
+            continue
+        installed = _toolkits(root)
+        toolkit = pick_toolkit(installed, _driver_major() if len(installed) > 1 else None)
+        found = _runtime(root, toolkit, config)
+        if found is not None and found.is_relative_to(root):
+            version = _version_of(f"{DISTRIBUTION}-libs-cu{toolkit}", *PARTS)
+            return Runtime(found, None if isinstance(version, Missing) else version)
+    named = _runtime(Path("."), 0, config)
+    if named is not None:
+        return Runtime(named, None)
+    return Missing(f"the runtime library of {DISTRIBUTION} ({RUNTIME_LIBRARY}) is not installed")
 
 
 def _runtime(root: Path, toolkit: int, config: Settings) -> Path | None:

@@ -40,7 +40,7 @@ def _sha256(path: Path) -> str:
     return total.hexdigest()
 
 
-def _seal(meta: dict[str, Any]) -> str:
+def seal(meta: dict[str, Any]) -> str:
     rest = {name: value for name, value in meta.items() if name != "seal"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -49,7 +49,7 @@ def write_meta(folder: Path, spec: ArtifactSpec) -> None:
     """Describe the files in `folder`, all of them plain, as an entry of `spec`."""
     files = {p.name: {"sha256": _sha256(p), "size": p.stat().st_size} for p in sorted(folder.iterdir())}
     meta: dict[str, Any] = {"name": spec.name, "key": spec.identity, "toolchain": spec.made_by, "files": files}
-    meta["seal"] = _seal(meta)
+    meta["seal"] = seal(meta)
     (folder / META).write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -90,7 +90,7 @@ def _check(folder: Path, spec: ArtifactSpec, portable: bool, owner: int | None) 
     if strange:
         return strange
     meta = json.loads((folder / META).read_text(encoding="utf-8"))
-    if meta["seal"] != _seal(meta):
+    if meta["seal"] != seal(meta):
         return f"its {META} was altered"
     if meta["name"] != spec.name or meta["key"] != spec.identity:
         return "it is another artefact"

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Settings, settings
+from .dsl import find_runtime
+from .entry import read_meta
 from .env import LoadError, Missing, run
 from .spec import load_launch, preload_library
-from .toolchain import Dsl, TvmFfi, find_dsl, find_host_compiler
+from .toolchain import Dsl, TvmFfi, find_host_compiler
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,14 @@ def load_linked(folder: Path) -> Callable[..., Any]:
     """Load a linked artefact; a loader for `ArtifactSpec`.
 
     Raises:
-        LoadError: the DSL's runtime library is not installed.
+        LoadError: the DSL's runtime library is not installed, or is another version's.
     """
-    dsl = find_dsl()
-    if isinstance(dsl, Missing):
-        raise LoadError(dsl.reason)
-    if dsl.runtime is None:
-        raise LoadError("the runtime library of nvidia-cutlass-dsl is not installed")
-    preload_library(dsl.runtime)
+    runtime = find_runtime()
+    if isinstance(runtime, Missing):
+        raise LoadError(runtime.reason)
+    # Which functions of it a kernel calls is the DSL's own affair, and may change with any version.
+    made_by = ((read_meta(folder) or {}).get("toolchain") or {}).get("dsl")
+    if made_by and runtime.version and made_by != runtime.version:
+        raise LoadError(f"nvidia-cutlass-dsl {made_by} compiled it, the runtime library here is of {runtime.version}")
+    preload_library(runtime.path)
     return load_launch(folder)

@@ -76,7 +76,8 @@ class ArtifactSpec:
         key: what the kernel is; plain data.
         builder: writes `kernel.so` or `kernel.o`, and whatever else, into the empty private folder
             it is given. It may leave scratch files: `keep` says what is published.
-        toolchain: who compiles it; plain data.
+        toolchain: who compiles it; plain data, or a function that asks for it (running compilers, which a
+            machine that serves precompiled kernels should not wait for). Empty: nobody here can.
         loader: turns a published folder into a callable; None for `load_launch`.
         how_to_get: the command that precompiles it, for the message when it may not be built.
         keep: glob patterns of the files that are published.
@@ -85,7 +86,7 @@ class ArtifactSpec:
     name: str
     key: Mapping[str, Any]
     builder: Callable[[Path], None] = field(repr=False)
-    toolchain: Mapping[str, Any] = field(default_factory=dict)
+    toolchain: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict, repr=False)
     loader: Callable[[Path], Callable[..., Any]] | None = field(default=None, repr=False)
     how_to_get: str = ""
     keep: tuple[str, ...] = ("kernel.so", "kernel.o", "*.json", "*.cu", "*.cpp", "*.ptx")
@@ -102,7 +103,7 @@ class ArtifactSpec:
     @functools.cached_property
     def made_by(self) -> dict[str, Any]:
         """`toolchain` as plain JSON data."""
-        return canonical(self.toolchain)
+        return canonical(self.toolchain() if callable(self.toolchain) else self.toolchain)
 
     @functools.cached_property
     def portable_digest(self) -> str:

@@ -89,11 +89,16 @@ class Store:
                 logger.warning("precompiled kernel %s is passed over: %s", path, reason)
 
     def _cached(self, spec: ArtifactSpec) -> Path | None:
-        if self.root is not None and check_entry(self.root / cache_name(spec), spec, owner=user_id()) is None:
-            return self.root / cache_name(spec)
-        for folder in self.readable:
-            if check_entry(folder / cache_name(spec), spec) is None:
+        mine = [(self.root, user_id())] if self.root is not None else []
+        for folder, owner in (*mine, *((folder, None) for folder in self.readable)):
+            if check_entry(folder / cache_name(spec), spec, owner=owner) is None:
                 return folder / cache_name(spec)
+            if spec.made_by:
+                continue
+            # Nobody here can build it, so there is no toolchain to ask for: whoever built it will do.
+            for path in sorted(folder.glob(f"{spec.name}-*")):
+                if check_entry(path, spec, portable=True, owner=owner) is None:
+                    return path
         return None
 
     # ---------------------------------------------------------------- loading
@@ -105,25 +110,33 @@ class Store:
             MissingArtifact: it is not there and `build` is false or building is switched off.
             LoadError: it is intact but does not load.
         """
-        known = self._loaded.get(spec.digest)
-        if known is not None:
-            return known
-        kernel = self._load(spec, build)
-        return self._loaded.setdefault(spec.digest, kernel)
-
-    def _load(self, spec: ArtifactSpec, build: bool) -> Callable[..., Any]:
         failure: LoadError | None = None
-        for path in self._precompiled(spec):
-            try:
-                return spec.open(path)
-            except LoadError as error:
-                # Built for another system: this one may still build its own.
-                logger.warning("precompiled kernel %s is passed over: %s", path, error)
-                failure = error
+        if self.aot_dirs:  # first, and by the portable digest: the other one asks compilers for their versions
+            known = self._loaded.get(spec.portable_digest)
+            if known is not None:
+                return known
+            for path in self._precompiled(spec):
+                try:
+                    return self._loaded.setdefault(spec.portable_digest, spec.open(path))
+                except LoadError as error:
+                    failure = error  # made for another system: this one may still build its own
+        known = self._loaded.get(spec.digest)
+        if known is None:
+            known = self._loaded.setdefault(spec.digest, self._load(spec, build, failure))
+        return known
+
+    def _load(self, spec: ArtifactSpec, build: bool, failure: LoadError | None) -> Callable[..., Any]:
         cached = self._cached(spec)
         if cached is None and failure is not None and (self.disabled or not build):
             raise failure
-        path = cached or self._obtain(spec, build)
+        try:
+            path = cached or self._obtain(spec, build)
+        except BuildError as error:
+            if failure is None:
+                raise
+            raise LoadError(f"{failure}; and it cannot be built here: {error}") from error
+        if failure is not None:
+            logger.warning("a precompiled kernel of %s is passed over: %s", spec.name, failure)
         try:
             return spec.open(path)
         except LoadError:
@@ -151,11 +164,11 @@ class Store:
         places = [*self.aot_dirs, *filter(None, (self.root,)), *self.readable]
         what = ", ".join(f"{name}={value}" for name, value in spec.identity.items())
         why = "FLASHNORM_DISABLE_JIT forbids building it" if build else "it has not been built"
-        how = spec.how_to_get or "flashnorm precompile --out DIR"
+        how = f"Precompile it with `{spec.how_to_get}` and set" if spec.how_to_get else "Precompile it, and set"
         where = ", ".join(map(str, places)) or "any folder"
         return (
             f"the kernel {spec.name} is missing: it is not in {where}, and {why}.\n"
-            f"Precompile it with `{how}` and set FLASHNORM_AOT_DIR to that folder.\nIt is {what}"
+            f"{how} FLASHNORM_AOT_DIR to that folder.\nIt is {what}"
         )
 
     def _build(self, spec: ArtifactSpec) -> Path:
@@ -163,7 +176,7 @@ class Store:
         assert root is not None
         final = root / cache_name(spec)
         try:
-            with _exclusive(root, spec) as alone:
+            with exclusive(root, spec.digest, spec.name) as alone:
                 reason = check_entry(final, spec, owner=user_id())
                 if reason is None:
                     return final  # another process or thread was faster
@@ -273,14 +286,14 @@ _held: set[int] = set()
 
 
 @contextlib.contextmanager
-def _exclusive(root: Path, spec: ArtifactSpec) -> Iterator[bool]:
+def exclusive(root: Path, digest: str, name: str) -> Iterator[bool]:
     """One builder at a time for an artefact, among threads and processes; yields whether processes are excluded."""
-    path = root / ".locks" / spec.digest
+    path = root / ".locks" / digest
     path.parent.mkdir(mode=0o700, exist_ok=True)
     with _guard:
         mine = _threads.setdefault(path, threading.Lock())
     with mine:
-        fd, locked = _lock_file(path, spec)
+        fd, locked = _lock_file(path, name)
         _held.add(fd)
         try:
             yield locked
@@ -289,11 +302,11 @@ def _exclusive(root: Path, spec: ArtifactSpec) -> Iterator[bool]:
             _unlock(fd)
 
 
-def _lock_file(path: Path, spec: ArtifactSpec) -> tuple[int, bool]:
+def _lock_file(path: Path, name: str) -> tuple[int, bool]:
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            locked = _flock(fd, spec)
+            locked = _flock(fd, name)
             # Somebody may have removed the file while this process waited: a lock on it excludes nobody.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.stat(path)):
@@ -304,19 +317,19 @@ def _lock_file(path: Path, spec: ArtifactSpec) -> tuple[int, bool]:
         os.close(fd)
 
 
-def _flock(fd: int, spec: ArtifactSpec) -> bool:
+def _flock(fd: int, name: str) -> bool:
     """Wait for the lock; false where there are none."""
     if fcntl is None:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        logger.info("waiting for another process that builds %s", spec.name)
+        logger.info("waiting for another process that builds %s", name)
         fcntl.flock(fd, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        logger.debug("%s: no file locks here (%s)", spec.name, error)
+        logger.debug("%s: no file locks here (%s)", name, error)
         return False
     return True
 

@@ -49,6 +49,7 @@ __all__ = [
     "nvcc_flags",
     "nvcc_link_flags",
     "parse_arch",
+    "tvm_ffi_version",
 ]
 
 _PROBE_TIMEOUT = 30.0
@@ -345,6 +346,15 @@ class TvmFfi:
     @property
     def lib_dir(self) -> Path:
         return self.library.parent
+
+
+@functools.cache
+def tvm_ffi_version() -> str | None:
+    """What kernels need when they run, whether or not it can be compiled against here."""
+    try:
+        return importlib.metadata.version("apache-tvm-ffi")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @functools.cache

@@ -23,6 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors live")
     group.addoption("--full", action="store_true", help="every shape, not a sample")
     group.addoption("--warm", type=int, help="processes that build kernels first (default: all cores in a large run)")
+    group.addoption("--need-aarch64", action="store_true", help="fail where the tools to try AArch64 are missing")
+    group.addoption("--nvcc-wheels", help="a folder that holds the wheels of the extra nvcc (pip install --target)")
     group.addoption("--shard", default="0/1", help="i/n: run the i-th of n parts of the tests")
 
 

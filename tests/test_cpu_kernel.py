@@ -22,6 +22,7 @@ from flashnorm.backends import cpu
 from flashnorm.jit.cpu import detect_cpu
 from flashnorm.jit.toolchain import find_host_compiler
 from flashnorm.program import AddResidual, Affine, Cast, LoadRow, Rms, RowProgram, SaveRstd, Variant
+from tests import cross
 from tests.canonical import rmsnorm_bits
 
 pytestmark = [
@@ -318,7 +319,7 @@ BUILDS = {
     "four lanes": (("g++", "-march=native", "-mno-avx512f", "-DFN_CPU_WIDTH=4"), X86),
     "x86-64 without fma": (("g++", "-march=x86-64"), X86),
     "clang": (("clang++", "-march=native" if X86 else "-mcpu=native"), True),
-    "AArch64": (("aarch64-linux-gnu-g++", "-static"), X86),
+    "AArch64": ((cross.COMPILER, "-static"), X86),
 }
 
 
@@ -329,18 +330,20 @@ def portable_hash(command: tuple[str, ...], folder: Path) -> str:
     source = Path(__file__).parent / "csrc" / "cpu_portable.cpp"
     flags = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", f"-I{cpu.CSRC}")
     subprocess.run([*command, *flags, source, "-o", program, "-ldl"], check=True, capture_output=True, text=True)
-    emulator = ["qemu-aarch64-static"] if command[0].startswith("aarch64") else []
+    emulator = cross.emulator() if command[0] == cross.COMPILER else []
     run = subprocess.run([*emulator, program], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
     return run.stdout.strip()
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_same_bits_for_all_vectors_and_compilers(build: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_same_bits_for_all_vectors_and_compilers(
+    build: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> None:
     command, fits = BUILDS[build]
     lacking = [tool for tool in ("g++", command[0]) if shutil.which(tool) is None]
-    if build == "AArch64" and shutil.which("qemu-aarch64-static") is None:
-        lacking.append("qemu-aarch64-static")
+    if build == "AArch64":
+        cross.need(request.config)
     if lacking or not fits:
         pytest.skip(f"needs {lacking or 'x86-64'}")
     if "avx512f" not in detect_cpu().features:

@@ -21,6 +21,7 @@ def fresh(monkeypatch):
     monkeypatch.setattr(plan, "_launches", {})
     monkeypatch.setattr(plan, "_failed", {})
     monkeypatch.setattr(plan, "_said", set())
+    monkeypatch.setattr(plan, "_there", lambda route, target, variant: False)  # whatever this machine's cache holds
     for op in OPS.values():
         op.forget()
     yield monkeypatch

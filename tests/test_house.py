@@ -26,6 +26,7 @@ LEVELS = {
     "config": 0,
     "reference": 1,
     "model": 1,
+    "recipe": 1,
     "jit": 1,
     "kernels": 1,
     "backends": 2,
@@ -33,14 +34,18 @@ LEVELS = {
     "ops": 4,
     "functional": 5,
     "api": 5,
+    "ahead": 5,
     "nn": 6,
     "": 7,  # the package itself: the public names
     "cake_rmsnorm_train": 8,
     "integrations": 8,
     "__main__": 8,
+    "timing": 8,
     "doctor": 9,  # the commands: __main__ finds them by name
     "verify": 9,
-    "bench": 9,
+    "explain_cli": 9,
+    "cache_cli": 9,
+    "bench": 10,  # uses what verify has
     "precompile": 9,
 }
 # `explain` takes the arguments of the public function it is asked about, so it looks that up when called.

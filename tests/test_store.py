@@ -148,7 +148,7 @@ def test_an_entry_cannot_name_files_outside(cache, builder):
     path = spec.build(cache)
     meta = json.loads((path / META).read_text())
     meta["files"]["../../x"] = meta["files"]["unit.cpp"]
-    meta["seal"] = entry._seal(meta)
+    meta["seal"] = entry.seal(meta)
     (path / META).write_text(json.dumps(meta))
     assert "outside" in check_entry(path, spec)
 

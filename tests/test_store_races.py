@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flashnorm.jit import store
+from flashnorm.jit import inventory, store
 from flashnorm.jit.spec import ArtifactSpec
 from flashnorm.jit.store import Store
 from tests.storekit import Builder, builder_fixture, cache_fixture, fake_spec, needs_fork  # noqa: F401
@@ -22,29 +22,66 @@ pytestmark = pytest.mark.cpu_only
 
 
 # -------------------------------------------------------------------- many builders
-def _eight_processes(cache, slow) -> None:
+def _processes(cache, slow, variants: list[int]) -> None:
+    """One process for each of `variants`, all of them cold, each with a store of its own."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
 
-    def work() -> None:
-        results.put(fake_spec(slow).build_and_load(Store(cache.root))())
+    def work(variant: int) -> None:
+        results.put((variant, fake_spec(slow, {"variant": variant}).build_and_load(Store(cache.root))()))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads, on purpose
-        workers = [context.Process(target=work) for _ in range(8)]
+        workers = [context.Process(target=work, args=(variant,)) for variant in variants]
         for worker in workers:
             worker.start()
-    assert [results.get(timeout=20) for _ in workers] == [slow.content] * 8
+    got = [results.get(timeout=30) for _ in workers]
+    assert sorted(got) == [(variant, slow.content) for variant in sorted(variants)]
     for worker in workers:
         worker.join()
         assert worker.exitcode == 0
 
 
 @needs_fork
-def test_eight_cold_processes_build_once(cache, tmp_path):
-    slow = Builder(tmp_path / "log", seconds=0.3)
-    _eight_processes(cache, slow)
-    assert slow.calls == 1
+@pytest.mark.parametrize(
+    "variants",
+    [[0] * 8, [0] * 32, [n % 4 for n in range(32)], list(range(32))],
+    ids=["8 of one", "32 of one", "32 of four", "32 of their own"],
+)
+def test_cold_processes_build_each_artefact_once(cache, tmp_path, variants):
+    slow = Builder(tmp_path / "log", seconds=0.2)
+    _processes(cache, slow, variants)
+    assert slow.calls == len(set(variants))
+    kept = [path for path in cache.root.iterdir() if not path.name.startswith(".")]
+    assert len(kept) == len(set(variants))
+    assert list((cache.root / ".tmp").iterdir()) == [] and not (cache.root / ".bad").exists()
+    for variant in variants:
+        assert fake_spec(slow, {"variant": variant}).lookup(cache) is not None
+
+
+@needs_fork
+def test_processes_build_while_another_one_clears(cache, tmp_path):
+    """Nobody gets half an entry, whatever is taken away meanwhile."""
+    slow = Builder(tmp_path / "log", seconds=0.02)
+    stop = threading.Event()
+    removed = []
+
+    def sweep() -> None:
+        while not stop.is_set():
+            done = inventory.clear(cache.root)
+            assert done.failed == []
+            removed.extend(done.removed)
+
+    sweeper = threading.Thread(target=sweep)
+    sweeper.start()
+    try:
+        _processes(cache, slow, [n % 4 for n in range(16)])
+    finally:
+        stop.set()
+        sweeper.join()
+    assert inventory.clear(cache.root).failed == []
+    assert {path.name for path in cache.root.iterdir()} <= {".tmp", ".locks"}
+    assert slow.calls >= 4
 
 
 @pytest.mark.parametrize("own_stores", [True, False])
@@ -143,8 +180,8 @@ def test_a_lock_file_that_vanishes(cache, builder, monkeypatch):
         pytest.skip("no file locks here")
     spec, real, calls = fake_spec(builder), store._flock, []
 
-    def flock(fd, the_spec):
-        locked = real(fd, the_spec)
+    def flock(fd, name):
+        locked = real(fd, name)
         if not calls:
             (cache.root / ".locks" / spec.digest).unlink()
         calls.append(fd)
@@ -163,7 +200,7 @@ def test_a_file_system_without_locks(cache, tmp_path, monkeypatch):
 
     monkeypatch.setattr(store.fcntl, "flock", flock)
     slow = Builder(tmp_path / "log", seconds=0.1)
-    _eight_processes(cache, slow)
+    _processes(cache, slow, [0] * 8)
     assert 1 <= slow.calls <= 8
-    assert fake_spec(slow).lookup(cache) is not None
+    assert fake_spec(slow, {"variant": 0}).lookup(cache) is not None
     assert not list((cache.root / ".bad").iterdir()) if (cache.root / ".bad").exists() else True

@@ -226,6 +226,18 @@ def test_ninja_beside_python(tmp_path, monkeypatch):
     assert toolchain.find_ninja(Settings(path="/nowhere")).path == tool
 
 
+def test_ninja_of_its_wheel(tmp_path, monkeypatch):
+    """Neither on PATH nor beside Python: a wheel installed with --target, say."""
+    tool = _fake_tool(tmp_path / "site" / "bin" / "ninja", "")
+    info = tmp_path / "site" / "ninja-1.13.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ninja\nVersion: 1.13.0\n")
+    (info / "RECORD").write_text("bin/ninja,,\n")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "elsewhere" / "python"))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert toolchain.find_ninja(Settings(path="/nowhere", cxx="ninja of its wheel")).path == tool
+
+
 def test_tvm_ffi_is_found_as_files():
     found = toolchain.find_tvm_ffi()
     assert found and found.library.is_file() and (found.include_dirs[0] / "dlpack" / "dlpack.h").is_file()

@@ -18,7 +18,7 @@ from flashnorm.jit.codegen import unit
 from flashnorm.jit.cpu import detect_cpu
 from flashnorm.jit.env import BuildError, Missing
 from flashnorm.jit.spec import ArtifactSpec, safe_name, source_hash
-from flashnorm.jit.toolchain import cxx_flags, find_host_compiler, find_tvm_ffi, link_flags
+from flashnorm.jit.toolchain import cxx_flags, find_host_compiler, find_tvm_ffi, link_flags, tvm_ffi_version
 from flashnorm.program import RowProgram, Variant
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
@@ -38,6 +38,11 @@ _SOURCES = tuple(
 )
 
 
+def _toolchain() -> dict[str, Any]:
+    cxx = find_host_compiler(settings)
+    return {"host": cxx.identity, "flags": cxx_flags(cxx, detect_cpu())} if cxx else {}
+
+
 def spec(program: RowProgram, dtypes: tuple[str, ...]) -> ArtifactSpec:
     """The artefact of a program and its dtypes for this processor.
 
@@ -49,12 +54,10 @@ def spec(program: RowProgram, dtypes: tuple[str, ...]) -> ArtifactSpec:
         KeyError: a dtype that the route has no type for.
     """
     source = unit(program, dtypes, "cpu")
-    cxx, ffi, cpu = find_host_compiler(settings), find_tvm_ffi(), detect_cpu()
-    toolchain: dict[str, Any] = {}
-    if cxx:
-        toolchain = {"host": cxx.identity, "flags": cxx_flags(cxx, cpu)}
+    cpu = detect_cpu()
 
     def build_in(folder: Path) -> None:
+        cxx, ffi = find_host_compiler(settings), find_tvm_ffi()
         for found in (cxx, ffi):
             if isinstance(found, Missing):
                 raise BuildError(f"the cpu route cannot be built: {found}")
@@ -63,7 +66,7 @@ def spec(program: RowProgram, dtypes: tuple[str, ...]) -> ArtifactSpec:
         assert cxx and ffi
         (folder / "kernel.cpp").write_text(source, encoding="utf-8")
         includes = [f"-I{CSRC}", *(f"-isystem{path}" for path in ffi.include_dirs)]
-        command = (*cxx.command, *toolchain["flags"], *includes)
+        command = (*cxx.command, *cxx_flags(cxx, cpu), *includes)
         link = ninja.Link(
             command=(*cxx.command, *link_flags()),
             libraries=(f"-L{ffi.lib_dir}", "-ltvm_ffi", "-ldl"),
@@ -79,11 +82,10 @@ def spec(program: RowProgram, dtypes: tuple[str, ...]) -> ArtifactSpec:
             "cpu": (cpu.machine, *cpu.features),
             "sources": source_hash(*_SOURCES),
             "unit": source,
-            "tvm_ffi": ffi.version if ffi else None,
+            "tvm_ffi": tvm_ffi_version(),
         },
         builder=build_in,
-        toolchain=toolchain,
-        how_to_get="flashnorm precompile --arch host",
+        toolchain=_toolchain,
     )
 
 

@@ -16,7 +16,17 @@ from flashnorm.jit import ninja
 from flashnorm.jit.codegen import unit
 from flashnorm.jit.env import BuildError, Missing
 from flashnorm.jit.spec import ArtifactSpec, safe_name, source_hash
-from flashnorm.jit.toolchain import find_host_compiler, find_nvcc, find_tvm_ffi, nvcc_flags, nvcc_link_flags
+from flashnorm.jit.toolchain import (
+    CudaTarget,
+    HostCompiler,
+    Nvcc,
+    find_host_compiler,
+    find_nvcc,
+    find_tvm_ffi,
+    nvcc_flags,
+    nvcc_link_flags,
+    tvm_ffi_version,
+)
 from flashnorm.program import RowProgram, Variant
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
@@ -42,6 +52,19 @@ _SOURCES = tuple(
 )
 
 
+def _flags(nvcc: Nvcc, target: CudaTarget, host: HostCompiler, defines: tuple[str, ...]) -> tuple[str, ...]:
+    return (*nvcc_flags(nvcc, target, host), *(f"-D{name}" for name in defines))
+
+
+def _toolchain(target: str, defines: tuple[str, ...]) -> dict[str, Any]:
+    nvcc, host = find_nvcc(settings), find_host_compiler(settings)
+    made_for = nvcc.target(target) if nvcc else None
+    if not (nvcc and host and made_for):
+        return {}
+    flags = _flags(nvcc, made_for, host, defines)
+    return {"nvcc": nvcc.identity, "host": host.identity, "target": made_for.compiled_for, "flags": flags}
+
+
 def spec(program: RowProgram, dtypes: tuple[str, ...], target: str, defines: tuple[str, ...] = ()) -> ArtifactSpec:
     """The artefact of a program and its dtypes for an architecture.
 
@@ -55,21 +78,17 @@ def spec(program: RowProgram, dtypes: tuple[str, ...], target: str, defines: tup
         KeyError: a dtype that the route has no type for.
     """
     source = unit(program, dtypes, "cuda")
-    nvcc, host, ffi = find_nvcc(settings), find_host_compiler(settings), find_tvm_ffi()
-    made_for = nvcc.target(target) if nvcc else Missing(str(nvcc))
-    toolchain: dict[str, Any] = {}
-    if nvcc and host and made_for:
-        flags = (*nvcc_flags(nvcc, made_for, host), *(f"-D{name}" for name in defines))
-        toolchain = {"nvcc": nvcc.identity, "host": host.identity, "target": made_for.compiled_for, "flags": flags}
 
     def build_in(folder: Path) -> None:
+        nvcc, host, ffi = find_nvcc(settings), find_host_compiler(settings), find_tvm_ffi()
+        made_for = nvcc.target(target) if nvcc else Missing(str(nvcc))
         for found in (nvcc, host, ffi, made_for):
             if isinstance(found, Missing):
                 raise BuildError(f"the cuda route cannot be built for {target}: {found}")
         assert nvcc and host and ffi and made_for
         (folder / "kernel.cu").write_text(source, encoding="utf-8")
         includes = [f"-I{CSRC}", *(f"-isystem={path}" for path in ffi.include_dirs)]
-        command = (str(nvcc.path), *toolchain["flags"], *includes)
+        command = (str(nvcc.path), *_flags(nvcc, made_for, host, defines), *includes)
         link = ninja.Link(
             command=(str(nvcc.path), *nvcc_link_flags(nvcc, host)),
             libraries=(f"-L{ffi.lib_dir}", "-ltvm_ffi"),
@@ -86,11 +105,10 @@ def spec(program: RowProgram, dtypes: tuple[str, ...], target: str, defines: tup
             "sources": source_hash(*_SOURCES),
             "unit": source,
             "defines": defines,
-            "tvm_ffi": ffi.version if ffi else None,
+            "tvm_ffi": tvm_ffi_version(),
         },
         builder=build_in,
-        toolchain=toolchain,
-        how_to_get=f"flashnorm precompile --arch {target}",
+        toolchain=functools.partial(_toolchain, target, defines),
     )
 
 

@@ -15,7 +15,7 @@ from flashnorm.jit.dsl import Dsl, find_dsl
 from flashnorm.jit.env import BuildError, Missing
 from flashnorm.jit.link import find_linker, link_object, load_linked
 from flashnorm.jit.spec import ENTRY_POINT, safe_name
-from flashnorm.jit.toolchain import find_tvm_ffi
+from flashnorm.jit.toolchain import find_tvm_ffi, tvm_ffi_version
 from flashnorm.kernels.tile import plans_for, sm_of
 from flashnorm.program import Variant
 
@@ -28,30 +28,53 @@ def _sources() -> str:
     return source_hash(_ROOT / "kernels", _ROOT / "program.py")
 
 
-def _dsl() -> Dsl:
+def _dsl(target: str) -> Dsl:
     dsl = find_dsl()
     if isinstance(dsl, Missing):
         raise BuildError(dsl.reason)
+    reason = dsl.reason_untargeted(target)
+    if reason is not None:
+        raise BuildError(reason)
     return dsl
+
+
+@functools.cache
+def _compiler() -> Callable[..., Any] | Missing:
+    """The function that compiles a variant, or why the DSL cannot be imported.
+
+    It is tried once: a native library that failed half way may not survive a second try, and every variant would
+    give a reason of its own for one and the same fault.
+    """
+    try:
+        from flashnorm.kernels.compile import compile_variant
+    except Exception as error:  # whatever a broken installation raises
+        return Missing(f"the CuTe DSL cannot be imported: {type(error).__name__}: {error}")
+    return compile_variant
+
+
+@functools.cache
+def _toolchain() -> dict[str, Any]:
+    dsl, linker = find_dsl(), find_linker()
+    if not dsl:
+        return {}
+    return {"linker": linker.identity if linker else "none", "toolkit": dsl.toolkit, "dsl": dsl.version}
 
 
 def spec(variant: Variant, target: str) -> ArtifactSpec:
     """The artefact of a variant for an architecture such as "sm_90a".
 
-    Raises:
-        BuildError: the DSL or TVM-FFI is not installed, or cannot target the architecture.
+    The DSL's version stands in the toolchain: a machine that serves the artefact need not know it. Whether the
+    DSL's runtime library is the right one is asked when the artefact is loaded.
     """
-    dsl, ffi, linker = _dsl(), find_tvm_ffi(), find_linker()
-    reason = dsl.reason_untargeted(target)
-    if reason is not None:
-        raise BuildError(reason)
-    if isinstance(ffi, Missing):
-        raise BuildError(ffi.reason)
     plans = plans_for(variant, target)
 
     def build(folder: Path) -> None:
-        from flashnorm.kernels.compile import compile_variant
-
+        dsl, ffi, linker = _dsl(target), find_tvm_ffi(), find_linker()
+        if isinstance(ffi, Missing):
+            raise BuildError(ffi.reason)
+        compile_variant = _compiler()
+        if isinstance(compile_variant, Missing):
+            raise BuildError(compile_variant.reason)
         compile_variant(variant, target, plans=plans).export(folder / "kernel.o")
         # Without a linker, or on a machine without the runtime, the object itself is published.
         if linker and dsl.runtime is not None:
@@ -68,10 +91,9 @@ def spec(variant: Variant, target: str) -> ArtifactSpec:
             "plans": repr(plans),
             "arch": target,
             "sources": _sources(),
-            "tvm_ffi": ffi.version,
-            "dsl": dsl.version,
+            "tvm_ffi": tvm_ffi_version(),
         },
-        toolchain={"linker": linker.identity if linker else "none", "toolkit": dsl.toolkit},
+        toolchain=_toolchain,
         builder=build,
         loader=load,
     )

@@ -16,17 +16,22 @@ from flashnorm.config import settings
 from flashnorm.jit import ninja
 from flashnorm.jit.env import BuildError, JitError, Missing
 from flashnorm.jit.spec import ArtifactSpec, source_hash
-from flashnorm.jit.toolchain import find_host_compiler, find_tvm_ffi, link_flags
+from flashnorm.jit.toolchain import find_host_compiler, find_tvm_ffi, link_flags, tvm_ffi_version
 
 SOURCE = Path(__file__).resolve().parent.parent / "csrc" / "flashnorm" / "ffi" / "guard.cpp"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden")
 
 
+def _toolchain() -> dict[str, Any]:
+    cxx = find_host_compiler(settings)
+    return {"host": cxx.identity, "flags": FLAGS} if cxx else {}
+
+
 def spec() -> ArtifactSpec:
     """The artefact: any processor of this machine's architecture runs it."""
-    cxx, ffi = find_host_compiler(settings), find_tvm_ffi()
 
     def build_in(folder: Path) -> None:
+        cxx, ffi = find_host_compiler(settings), find_tvm_ffi()
         for found in (cxx, ffi):
             if isinstance(found, Missing):
                 raise BuildError(f"the guard cannot be built: {found}")
@@ -37,9 +42,9 @@ def spec() -> ArtifactSpec:
 
     return ArtifactSpec(
         name="guard",
-        key={"sources": source_hash(SOURCE), "tvm_ffi": ffi.version if ffi else None},
+        key={"sources": source_hash(SOURCE), "tvm_ffi": tvm_ffi_version()},
         builder=build_in,
-        toolchain={"host": cxx.identity, "flags": FLAGS} if cxx else {},
+        toolchain=_toolchain,
         how_to_get="flashnorm precompile --arch host",
     )
 

@@ -58,8 +58,24 @@ class Explanation:
         return "\n".join(lines)
 
 
-def refusal(route: str, op_routes: tuple[str, ...], device: DeviceFacts, tools: Tools) -> str | None:
-    """Why a route cannot serve an operator on a device; None where it can."""
+# For a call whose route builds nothing: compilers need not be looked for.
+_NOT_ASKED = "its tools were not looked for: nothing is built for this call"
+UNASKED = Tools(dsl=_NOT_ASKED, dsl_archs=frozenset(), nvcc=_NOT_ASKED, cxx=_NOT_ASKED)
+
+
+def refusal(
+    route: str,
+    op_routes: tuple[str, ...],
+    device: DeviceFacts,
+    tools: Tools,
+    unbuilt: frozenset[str] = frozenset(),
+) -> str | None:
+    """Why a route cannot serve an operator on a device; None where it can.
+
+    Args:
+        unbuilt: routes that build nothing for this call, and so need no tools: their kernel is there already, or
+            building is switched off.
+    """
     if route not in op_routes:
         return "this operator has no such route"
     binds = BINDS[route]
@@ -68,6 +84,8 @@ def refusal(route: str, op_routes: tuple[str, ...], device: DeviceFacts, tools: 
     low = MIN_SM.get(route, 0)
     if device.sm < low:
         return f"needs compute capability {low // 10}.{low % 10} or newer, the device has {_dotted(device)}"
+    if route in unbuilt:
+        return None
     if route == "cute":
         if tools.dsl is not None:
             return tools.dsl
@@ -99,18 +117,20 @@ def choose(
     tools: Tools,
     forced: str | None = None,
     failed: tuple[tuple[str, str], ...] = (),
+    unbuilt: frozenset[str] = frozenset(),
 ) -> Explanation:
     """The first route that serves, and the reasons of all the others.
 
     Args:
         failed: routes whose kernel for this call already failed to build or load, with the reason.
+        unbuilt: see `refusal`.
     """
     tried = candidates(forced, op_routes, device)
     broken = dict(failed)
     reasons: dict[str, str] = {}
     chosen: str | None = None
     for route in tried:
-        reason = broken.get(route) or refusal(route, op_routes, device, tools)
+        reason = broken.get(route) or refusal(route, op_routes, device, tools, unbuilt)
         if reason is None:
             chosen = route
             break
@@ -118,7 +138,7 @@ def choose(
     for route in ROUTES:
         if route == chosen or route in reasons:
             continue
-        reason = broken.get(route) or refusal(route, op_routes, device, tools)
+        reason = broken.get(route) or refusal(route, op_routes, device, tools, unbuilt)
         if reason is None:
             if forced is not None and tried == (forced,):
                 reason = f"{forced} is forced"
@@ -146,7 +166,7 @@ def backend(name: str) -> Iterator[None]:
         ValueError: for another name.
     """
     check_name(name)
-    token = _forced.set(name)
+    token = _forced.set(ROUTES[ROUTES.index(name)])  # that very string: warm calls compare identities
     try:
         yield
     finally:

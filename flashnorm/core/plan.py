@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flashnorm import recipe
 from flashnorm.config import settings
+from flashnorm.core import commands, dispatch, layout
 from flashnorm.core import device as devices
-from flashnorm.core import dispatch, layout
 from flashnorm.core.checks import dtype_name
 from flashnorm.core.tools import tools
+from flashnorm.jit import JitError, LoadError, MissingArtifact
 from flashnorm.jit.arch import device_arch
 from flashnorm.program import Operand, RowProgram, Variant
 
@@ -105,8 +107,18 @@ def make_plan(op: Op, tensors: Sequence[torch.Tensor | None], options: dict[str,
 
 
 def explain(op: Op, device: devices.DeviceFacts) -> dispatch.Explanation:
-    """The dispatcher's answer for a device, without building anything."""
-    return _choose(op, device, ())
+    """The dispatcher's answer for a device, without building anything or looking for kernels."""
+    return _choose(op, device, (), tools(), unbuilt())
+
+
+def preload(op: Op, variant: Variant, where: torch.device) -> None:
+    """Makes the kernel of a variant ready, as its first call would."""
+    _serve(op, variant, devices.facts(where), where)
+
+
+def unbuilt() -> frozenset[str]:
+    """Routes that need no tools whatever the call: all of them where building is switched off."""
+    return frozenset(dispatch.ROUTES if settings.disable_jit else ())
 
 
 # ------------------------------------------------------------------ operands
@@ -243,9 +255,55 @@ def _reference_launch(op: Op, options: dict[str, Any]) -> Launch:
 
 
 # ------------------------------------------------------------------ routes
-def _choose(op: Op, device: devices.DeviceFacts, failed: tuple[tuple[str, str], ...]) -> dispatch.Explanation:
+def _choose(
+    op: Op,
+    device: devices.DeviceFacts,
+    failed: tuple[tuple[str, str], ...],
+    have: dispatch.Tools,
+    without_tools: frozenset[str],
+) -> dispatch.Explanation:
     forced = dispatch.forced_route(settings.backend, settings.use_cuda_norm)
-    return dispatch.choose(op.name, op.routes, device, tools(), forced, failed)
+    return dispatch.choose(op.name, op.routes, device, have, forced, failed, without_tools)
+
+
+def target_of(device: devices.DeviceFacts) -> str:
+    return "host" if device.capability is None else device_arch(*device.capability).name
+
+
+def _choose_for(
+    op: Op, variant: Variant, device: devices.DeviceFacts, failed: tuple[tuple[str, str], ...]
+) -> dispatch.Explanation:
+    """The route of one call. Tools are looked for only where no kernel is there already."""
+    if settings.disable_jit:
+        return _choose(op, device, failed, dispatch.UNASKED, unbuilt())
+    forced = dispatch.forced_route(settings.backend, settings.use_cuda_norm)
+    have = dispatch.UNASKED if settings.aot_dirs else tools()
+    for route in dispatch.candidates(forced, op.routes, device):
+        mine = frozenset({route})
+        if route in dict(failed) or dispatch.refusal(route, op.routes, device, have, mine) is not None:
+            continue
+        if settings.aot_dirs and _there(route, target_of(device), variant):
+            return _choose(op, device, failed, have, mine)
+        have = tools()
+        if dispatch.refusal(route, op.routes, device, have) is None:
+            break
+        if _there(route, target_of(device), variant):
+            return _choose(op, device, failed, have, mine)
+    return _choose(op, device, failed, tools(), frozenset())
+
+
+def _there(route: str, target: str, variant: Variant) -> bool:
+    """Whether the kernel lies in a folder of precompiled ones, or in the cache."""
+    from flashnorm import backends
+
+    if route == "torch":
+        return False
+    if (route, target, variant) in _launches:
+        return True
+    try:
+        return backends.artifact(route, variant, target).lookup() is not None
+    except (KeyError, ValueError, JitError):  # nothing of the kind can exist
+        return False
 
 
 def _serve(
@@ -253,25 +311,29 @@ def _serve(
 ) -> tuple[dispatch.Explanation, Launch]:
     """The first route whose kernel can be had; one that fails to build is skipped for the process."""
     failed: list[tuple[str, str]] = []
+    target = target_of(device)
     while True:
-        explanation = _choose(op, device, tuple(failed))
+        explanation = _choose_for(op, variant, device, tuple(failed))
         route = explanation.route
         if route is None:
             raise _no_route(op, device, explanation)
         _say_fallback(op, device, explanation)
         if route == "torch":
             return explanation, _nothing
-        target = "host" if device.capability is None else device_arch(*device.capability).name
         reason = _failed.get((route, target, variant))
         if reason is None:
             try:
-                return explanation, _kernel(route, target, variant, where)
+                launch = _kernel(route, target, variant, where)
+                recipe.note(recipe.Kernel(op.name, route, target, variant))
+                return explanation, launch
             except _ColdCapture:
                 raise
             except Exception as error:  # any failure to build or load means: the next route
-                reason = f"failed to build: {error}"
+                reason = f"failed to {'load' if isinstance(error, LoadError) else 'build'}: {error}"
+                if isinstance(error, MissingArtifact):
+                    reason = f"{error}\nThis command makes it: {commands.command(op, route, target, variant)}"
                 if settings.strict:
-                    raise
+                    raise (MissingArtifact(reason) if isinstance(error, MissingArtifact) else error) from None
                 _failed[(route, target, variant)] = reason
         failed.append((route, reason))
 

@@ -1,0 +1,66 @@
+"""From the words of the command line to kernels and back: `flashnorm precompile --ops ... --dtype ... --hidden ...`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashnorm.program import Variant
+from flashnorm.recipe import Kernel, to_json
+
+if TYPE_CHECKING:
+    from flashnorm.core.op import Op
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def operators() -> dict[str, Op]:
+    """Every operator by name: the public ones, and those that compilers get in their place."""
+    from flashnorm.core.op import OPS
+
+    return {**OPS, **{op.functional.name: op.functional for op in OPS.values() if op.functional is not None}}
+
+
+def plain_variant(op: Op, dtype: torch.dtype, hidden_size: int, options: dict[str, Any]) -> Variant:
+    """The variant of a plain call: contiguous rows, one dtype, one weight vector, no optional output."""
+    from flashnorm.core.plan import normalise
+
+    left_out = {o.name for o in op.operands if o.name in op.optional and o.mode == "out"}
+    tensors: list[torch.Tensor | None] = []
+    for operand in op.operands:
+        shape = {"row": (2, hidden_size), "vec": (hidden_size,), "per_row": (2,)}.get(operand.kind, ())
+        kind = getattr(torch, operand.dtype) if operand.dtype else dtype
+        tensors.append(None if operand.name in left_out else torch.empty(shape, dtype=kind, device="meta"))
+    names = frozenset(o.name for o in op.operands) - left_out
+    return normalise(op, op.program(names, options), tensors)[0]
+
+
+def modes(op: Op) -> Iterator[str]:
+    """The numerics of an operator, each once, by its first name."""
+    named: dict[Any, str] = {}
+    for name, value in op.options.get("numerics", {}).items():
+        named.setdefault(value, name)
+    yield from named.values()
+
+
+def command(op: Op, route: str, target: str, variant: Variant) -> str:
+    """The command that precompiles a variant: flags where they can say it, else a recipe on standard input."""
+    shown = next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{variant.dtypes[0]}"), "")
+    routes = "" if target == "host" else f" --routes {route}"
+    for mode in modes(op) if shown else ():
+        plain = plain_variant(op, DTYPES[shown], variant.hidden_size, {"numerics": mode})
+        same = plain == variant if route == "cute" else _code(plain) == _code(variant)
+        if same:
+            what = f"--ops {op.name} --dtype {shown} --hidden {variant.hidden_size} --numerics {mode}"
+            return f"flashnorm precompile --arch {target}{routes} {what} --out DIR"
+    text = json.dumps(json.loads(to_json([Kernel(op.name, route, target, variant)])))
+    return f"echo {shlex.quote(text)} | flashnorm precompile --recipe - --out DIR"
+
+
+def _code(variant: Variant) -> tuple[Any, ...]:
+    """What the C++ routes compile for; the rest is known when a kernel runs."""
+    return variant.program, variant.dtypes

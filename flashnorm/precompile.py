@@ -1,0 +1,221 @@
+"""`flashnorm precompile`: kernels for machines that have no compiler, built here, for GPUs that need not be here.
+
+The folder it fills is what FLASHNORM_AOT_DIR serves from. Each kernel is built by a process of its own, since
+neither the CuTe DSL nor a compiler is any faster with threads; what the cache has is copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from flashnorm import backends, recipe
+from flashnorm.backends import guard
+from flashnorm.config import settings
+from flashnorm.core import commands
+from flashnorm.core.op import NUMERICS
+from flashnorm.jit import ArtifactSpec, Store, toolchain
+from flashnorm.jit.aot import export
+from flashnorm.jit.entry import check_entry, portable_name
+from flashnorm.recipe import Kernel
+
+GPU_ROUTES = ("cute", "cuda")
+GUARD = "guard"  # of warm calls: belongs to no kernel
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    many = "comma-separated"
+    parser.add_argument(
+        "--arch", action="append", default=[], help="sm_90a, ...; 'host' for the CPU of this machine (may be repeated)"
+    )
+    parser.add_argument("--ops", default="", help=f"operators, {many}")
+    parser.add_argument("--dtype", default="bf16", help=f"bf16, fp16, fp32, {many} (default bf16)")
+    parser.add_argument("--hidden", default="", help=f"hidden sizes, {many}")
+    parser.add_argument("--numerics", default="flashinfer", help=f"{many} (default flashinfer)")
+    parser.add_argument("--routes", default=None, help="cute,cuda (default both)")
+    parser.add_argument("--recipe", metavar="FILE", help="what flashnorm.record() wrote; - for standard input")
+    parser.add_argument("--jobs", type=int, default=None, help="processes (default: one a processor)")
+    parser.add_argument("--out", metavar="DIR", required=True, type=Path, help="the folder to fill")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Fills the folder; 0 where every kernel is in it, 1 where one failed, 2 for wrong usage."""
+    try:
+        if settings.disable_jit:
+            raise ValueError("FLASHNORM_DISABLE_JIT forbids building")
+        kernels = wanted(arguments)
+        jobs = arguments.jobs or toolchain.job_count(settings)
+        if jobs < 1:
+            raise ValueError(f"--jobs must be positive, got {jobs}")
+    except (OSError, ValueError) as error:
+        print(f"flashnorm precompile: {error}", file=sys.stderr)
+        return 2
+    began = time.perf_counter()
+    results = build_all(kernels, arguments.out.expanduser().absolute(), jobs, quiet=arguments.json)
+    failed = [result for result in results if result["error"] is not None]
+    if arguments.json:
+        from flashnorm.__main__ import print_json
+
+        seconds = round(time.perf_counter() - began, 2)
+        print_json({"out": str(arguments.out), "seconds": seconds, "failed": len(failed), "artifacts": results})
+    else:
+        _print(results, arguments.out)
+    return 1 if failed else 0
+
+
+# ------------------------------------------------------------------ what is wanted
+def wanted(arguments: argparse.Namespace) -> list[Kernel]:
+    """The kernels that a command line asks for.
+
+    Raises:
+        ValueError: it asks for something that there is not, or for nothing.
+        OSError: the recipe cannot be read.
+    """
+    archs = list(dict.fromkeys(a if a == "host" else toolchain.parse_arch(a).name for a in arguments.arch))
+    routes = _words("--routes", arguments.routes or "cute,cuda", GPU_ROUTES)
+    kernels: list[Kernel] = []
+    if arguments.recipe is not None:
+        text = sys.stdin.read() if arguments.recipe == "-" else Path(arguments.recipe).read_text(encoding="utf-8")
+        for kernel in recipe.from_json(text):
+            gpu = kernel.arch != "host"
+            for arch in [a for a in archs if a != "host"] if gpu and archs else [kernel.arch]:
+                for route in routes if gpu and arguments.routes is not None else [kernel.route]:
+                    kernels.append(dataclasses.replace(kernel, arch=arch, route=route))
+    if arguments.ops or arguments.hidden:
+        kernels += grid(arguments, archs, routes)
+    if not kernels:
+        raise ValueError("give --recipe, or --arch, --ops and --hidden")
+    return list(dict.fromkeys(kernels))
+
+
+def grid(arguments: argparse.Namespace, archs: list[str], routes: list[str]) -> Iterator[Kernel]:
+    """Every combination of the flags."""
+    known = commands.operators()
+    ops = _words("--ops", arguments.ops, known)
+    dtypes = _words("--dtype", arguments.dtype, commands.DTYPES)
+    modes = list(dict.fromkeys(NUMERICS[mode] for mode in _words("--numerics", arguments.numerics, NUMERICS)))
+    sizes = [int(word) if word.isdecimal() else 0 for word in arguments.hidden.split(",")]
+    if not archs:
+        raise ValueError("--arch is missing")
+    if not all(1 <= size <= 262144 for size in sizes):
+        raise ValueError(f"--hidden must be whole numbers from 1 to 262144, got {arguments.hidden!r}")
+    for op in (known[name] for name in ops):
+        for mode in modes:
+            for dtype in dtypes:
+                for size in sizes:
+                    variant = commands.plain_variant(op, commands.DTYPES[dtype], size, {"numerics": mode})
+                    for arch in archs:
+                        for route in ["cpu"] if arch == "host" else [r for r in routes if r in op.routes]:
+                            yield Kernel(op.name, route, arch, variant)
+
+
+def _words(flag: str, text: str, known: Any) -> list[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        if word not in known:
+            raise ValueError(f"{flag} must be among {', '.join(known)}, got {word!r}")
+    if not words:
+        raise ValueError(f"{flag} is missing")
+    return list(dict.fromkeys(words))
+
+
+# ------------------------------------------------------------------ building it
+def _spec(kernel: Kernel | None) -> ArtifactSpec:
+    return guard.spec() if kernel is None else backends.artifact(kernel.route, kernel.variant, kernel.arch)
+
+
+def _result(kernel: Kernel | None, name: str, state: str, seconds: float = 0.0, **more: Any) -> dict[str, Any]:
+    where = {"route": GUARD, "arch": "host"} if kernel is None else {"route": kernel.route, "arch": kernel.arch}
+    return {"name": name, **where, "state": state, "seconds": round(seconds, 2), "path": None, "error": None, **more}
+
+
+def build_one(kernel: Kernel | None, out: Path) -> dict[str, Any]:
+    """Puts one kernel (None: the guard of warm calls) into the folder; runs in a process of its own."""
+    began = time.perf_counter()
+    name = GUARD
+    try:
+        spec = _spec(kernel)
+        name = spec.name
+        # Not from a folder of precompiled kernels: another compiler may have filled it.
+        store = Store.from_settings(dataclasses.replace(settings, aot_dirs=()))
+        state = "built" if spec.lookup(store) is None else "cached"
+        path = export(spec, out, store)
+        return _result(kernel, name, state, time.perf_counter() - began, path=str(path))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return _result(kernel, name, "failed", time.perf_counter() - began, error=text)
+
+
+def build_all(kernels: list[Kernel], out: Path, jobs: int, *, quiet: bool) -> list[dict[str, Any]]:
+    """A result for each distinct artefact."""
+    # nvcc takes ten times as long as the DSL: begin with its kernels.
+    asked: list[Kernel | None] = [*sorted(kernels, key=lambda kernel: kernel.route == "cute")]
+    if any(kernel.arch == "host" for kernel in kernels) or toolchain.find_host_compiler(settings):
+        asked.append(None)
+    results: dict[str, dict[str, Any]] = {}
+    todo: dict[str, Kernel | None] = {}
+    for kernel in asked:
+        try:
+            spec = _spec(kernel)
+        except Exception as error:  # a dtype or architecture that a route has no kernel for
+            results[repr(kernel)] = _result(kernel, repr(kernel), "failed", error=f"{type(error).__name__}: {error}")
+            continue
+        name = portable_name(spec)
+        if name not in results and name not in todo:
+            if check_entry(out / name, spec) is None:
+                results[name] = _result(kernel, spec.name, "kept", path=str(out / name))
+            else:
+                todo[name] = kernel
+    # Fresh interpreters: a forked child would inherit torch's threads, and their locks, as they were.
+    context = multiprocessing.get_context("spawn")
+    with _progress(len(todo), quiet) as step:
+        if not todo:
+            return list(results.values())
+        with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context) as pool:
+            running = {pool.submit(build_one, kernel, out): name for name, kernel in todo.items()}
+            for future in as_completed(running):
+                name = running[future]
+                try:
+                    results[name] = future.result()
+                except BrokenProcessPool as error:  # killed: out of memory, say
+                    results[name] = _result(todo[name], name, "failed", error=f"its process died: {error}")
+                step(results[name])
+    return list(results.values())
+
+
+@contextlib.contextmanager
+def _progress(total: int, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=quiet) as bar:
+        task = bar.add_task("precompile", total=total)
+
+        def step(result: dict[str, Any]) -> None:
+            bar.update(task, advance=1, description=f"{result['name']} ({result['arch']})")
+
+        yield step
+
+
+def _print(results: list[dict[str, Any]], out: Path) -> None:
+    from flashnorm.__main__ import console
+
+    table = Table("kernel", "route", "arch", "state", "s", title=str(out), title_justify="left")
+    for result in sorted(results, key=lambda r: (r["route"], r["name"])):
+        state = "[red]failed[/red]" if result["error"] else result["state"]
+        table.add_row(result["name"], result["route"], result["arch"], state, f"{result['seconds']:.1f}")
+    console().print(table)
+    for result in results:
+        if result["error"]:
+            print(f"{result['name']}: {result['error']}", file=sys.stderr)

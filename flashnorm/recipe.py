@@ -1,0 +1,117 @@
+"""Recipes: which kernels a program uses, as JSON that people can read and that holds no code.
+
+A recipe names each kernel by what decides it (`flashnorm.program.Variant`), its route and its architecture, and by
+the operator that asked for it, so every operator that is a row program is covered without a line here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from flashnorm import program as vocabulary
+from flashnorm.program import RowProgram, Stage, Variant
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a program.
+
+    Attributes:
+        op: the operator that asked for it.
+        route: "cute", "cuda" or "cpu".
+        arch: the architecture, e.g. "sm_90a"; "host" for the CPU.
+        variant: what it computes.
+    """
+
+    op: str
+    route: str
+    arch: str
+    variant: Variant
+
+
+# ------------------------------------------------------------------ noting
+_listeners: list[dict[Kernel, None]] = []
+
+
+def note(kernel: Kernel) -> None:
+    """Tells whoever records that a kernel was used (`flashnorm.record`)."""
+    for kernels in _listeners:
+        kernels[kernel] = None
+
+
+def listen(kernels: dict[Kernel, None]) -> None:
+    _listeners.append(kernels)
+
+
+def leave(kernels: dict[Kernel, None]) -> None:
+    _listeners[:] = [other for other in _listeners if other is not kernels]
+
+
+# ------------------------------------------------------------------ JSON
+def _stage_data(stage: Stage) -> dict[str, Any]:
+    return {"stage": type(stage).__name__, **dataclasses.asdict(stage)}
+
+
+def _stage(data: dict[str, Any]) -> Stage:
+    fields = dict(data)
+    name = fields.pop("stage")
+    kind = getattr(vocabulary, name, None) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, Stage)):
+        raise ValueError(f"there is no stage {name!r}")
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+
+
+def _kernel_data(kernel: Kernel) -> dict[str, Any]:
+    variant, program = kernel.variant, kernel.variant.program
+    stages = {key: _stage_data(getattr(program, key)) for key in ("load", "stats", "store")}
+    lists = {key: [_stage_data(stage) for stage in getattr(program, key)] for key in ("maps", "saves")}
+    rest = {f.name: getattr(variant, f.name) for f in dataclasses.fields(variant) if f.name != "program"}
+    return {"op": kernel.op, "route": kernel.route, "arch": kernel.arch, **rest, "program": {**stages, **lists}}
+
+
+def _kernel(data: dict[str, Any]) -> Kernel:
+    rest = dict(data)
+    given = dict(rest.pop("program"))
+    lists = {key: tuple(_stage(stage) for stage in given.pop(key)) for key in ("maps", "saves")}
+    stages: dict[str, Any] = {**{key: _stage(value) for key, value in given.items()}, **lists}
+    program = RowProgram(**stages)
+    words = {key: rest.pop(key) for key in ("op", "route", "arch")}
+    if not all(isinstance(word, str) for word in words.values()):
+        raise ValueError("op, route and arch are words")
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in rest.items()}
+    variant = Variant(program, **fields)
+    if len(variant.dtypes) != len(program.operands()):
+        raise ValueError(f"{len(program.operands())} operands need as many dtypes, got {len(variant.dtypes)}")
+    return Kernel(variant=variant, **words)
+
+
+def to_json(kernels: Iterable[Kernel]) -> str:
+    """The text of a recipe; equal sets of kernels give equal texts."""
+    data = sorted((_kernel_data(kernel) for kernel in dict.fromkeys(kernels)), key=json.dumps)
+    return json.dumps({"format": FORMAT, "kernels": data}, indent=1) + "\n"
+
+
+def from_json(text: str) -> tuple[Kernel, ...]:
+    """The kernels of a recipe.
+
+    Raises:
+        ValueError: it is no recipe, or names something that this version does not know.
+    """
+    data = json.loads(text)
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("kernels"), list):
+        raise ValueError(f"this is no recipe of format {FORMAT}")
+    kernels = []
+    for number, item in enumerate(data["kernels"]):
+        try:
+            kernels.append(_kernel(item))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"kernel {number} of the recipe cannot be read: {type(error).__name__}: {error}"
+            ) from error
+    return tuple(dict.fromkeys(kernels))

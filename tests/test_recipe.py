@@ -1,0 +1,160 @@
+"""Recipes: recorded, written, read, precompiled, preloaded; and the commands that messages name."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashnorm
+from benchmarks.container_view import look
+from flashnorm import backends, recipe
+from flashnorm import precompile as module
+from flashnorm.core import commands, dispatch, plan
+from flashnorm.core.device import DeviceFacts
+from tests.aotkit import cache_fixture, needs_cxx, precompile, variant  # noqa: F401
+
+pytestmark = pytest.mark.cpu_only
+
+KERNELS = [
+    recipe.Kernel(op, route, arch, commands.plain_variant(commands.operators()[op], dtype, hidden, {"numerics": mode}))
+    for op in commands.operators()
+    for mode in ("flashinfer", "hf-llama")
+    for route, arch, dtype, hidden in (("cute", "sm_90a", torch.bfloat16, 111), ("cpu", "host", torch.float32, 64))
+]
+
+
+def test_a_recipe_says_everything():
+    text = recipe.to_json(KERNELS)
+    assert set(recipe.from_json(text)) == set(KERNELS) and len(KERNELS) == 24
+    assert text == recipe.to_json(reversed(KERNELS))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda d: d.update(format=2), "no recipe of format"),
+        (lambda d: d["kernels"][0]["program"]["load"].update(stage="RowProgram"), "no stage 'RowProgram'"),
+        (lambda d: d["kernels"][0]["program"]["load"].update(stage="os"), "no stage 'os'"),
+        (lambda d: d["kernels"][0]["program"].pop("maps"), "kernel 0"),
+        (lambda d: d["kernels"][0].update(dtypes=["bfloat16"]), "operands need as many dtypes"),
+        (lambda d: d["kernels"][0].update(more=1), "kernel 0"),
+    ],
+)
+def test_a_bad_recipe_is_refused(change, error):
+    data = json.loads(recipe.to_json(KERNELS[:1]))
+    change(data)
+    with pytest.raises(ValueError, match=error):
+        recipe.from_json(json.dumps(data))
+
+
+def test_the_command_makes_the_variant_again():
+    """Whatever the variant: the words of the message are the command that builds exactly it."""
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    op = commands.operators()["rmsnorm"]
+    for kernel in (k for k in KERNELS if k.op == "rmsnorm"):
+        words = shlex.split(commands.command(op, kernel.route, kernel.arch, kernel.variant))
+        assert words[:2] == ["flashnorm", "precompile"]
+        assert module.wanted(parser.parse_args(words[2:])) == [kernel]
+    odd = replace(KERNELS[0].variant, row_rank=2, vec=2)
+    words = shlex.split(commands.command(op, "cute", "sm_90a", odd))
+    assert words[0] == "echo" and words[2:] == ["|", "flashnorm", "precompile", "--recipe", "-", "--out", "DIR"]
+    assert recipe.from_json(words[1]) == (recipe.Kernel("rmsnorm", "cute", "sm_90a", odd),)
+
+
+def test_record_sees_warm_calls_too():
+    x, w = torch.randn(2, 48).bfloat16(), torch.randn(48).bfloat16()
+    flashnorm.rmsnorm(x, w)
+    flashnorm.rmsnorm(x, w)
+    with flashnorm.record() as recorder:
+        flashnorm.rmsnorm(x, w)
+        flashnorm.rmsnorm(x, w)
+        flashnorm.fused_add_rmsnorm(x.clone(), x.clone(), w, numerics="hf-llama")
+    flashnorm.gemma_rmsnorm(x, w)
+    if dispatch.choose("rmsnorm", dispatch.ROUTES, DeviceFacts("cpu"), plan.tools()).route != "cpu":
+        pytest.skip("the torch route needs no kernels")
+    assert recorder.kernels == (
+        recipe.Kernel("rmsnorm", "cpu", "host", variant(hidden=48)),
+        recipe.Kernel("fused_add_rmsnorm", "cpu", "host", variant("fused_add_rmsnorm", hidden=48, numerics="hf-llama")),
+    )
+    assert recorder.start().stop().kernels == recorder.kernels
+
+
+PRELOAD = """
+import json, logging
+import torch
+import flashnorm
+lines = []
+class Note(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+logging.getLogger("flashnorm").addHandler(Note())
+logging.getLogger("flashnorm").setLevel("INFO")
+ready = flashnorm.preload({path!r})
+built = [line for line in lines if line.startswith("building")]
+started.clear()
+x = torch.ones(2, 512).bfloat16()
+flashnorm.rmsnorm(x, x[0])
+later = [line for line in lines if line.startswith("building")][len(built):]
+print(json.dumps(dict(ready=ready, built=built, later=later, started=started)))
+"""
+
+
+@needs_cxx
+def test_record_then_precompile_then_preload(tmp_path, cache):
+    x = torch.ones(2, 512).bfloat16()
+    with flashnorm.record() as recorder:
+        flashnorm.rmsnorm(x, x[0])
+    file = recorder.save(tmp_path / "recipe.json")
+    assert json.loads(file.read_text())["kernels"][0]["hidden_size"] == 512
+    out = tmp_path / "aot"
+    code, summary, _ = precompile("--recipe", str(file), "--out", str(out))
+    assert code == 0 and sorted(a["route"] for a in summary["artifacts"]) == ["cpu", "guard"]
+    seen = look(PRELOAD.format(path=str(file)), out, cache)
+    assert seen == {"ready": 1, "built": [], "later": [], "started": []}
+
+
+@needs_cxx
+def test_preload_builds_where_it_may(tmp_path):
+    file = tmp_path / "recipe.json"
+    kernels = [recipe.Kernel("rmsnorm", "cpu", "host", variant(hidden=512)), KERNELS[0]]
+    file.write_text(recipe.to_json(kernels))
+    env = {name: os.environ[name] for name in ("PATH", "CXX") if name in os.environ}
+    seen = look(
+        PRELOAD.format(path=str(file)),
+        tmp_path / "none",
+        tmp_path / "new",
+        FLASHNORM_DISABLE_JIT="0",
+        hide=False,
+        **env,
+    )
+    assert seen["ready"] == 1 and seen["later"] == [] and seen["started"] == []
+    assert seen["built"] == ["building cpu-LoadRow-bfloat16", "building guard"]
+
+
+def test_preload_refuses_what_it_does_not_know(tmp_path):
+    data = json.loads(recipe.to_json(KERNELS[:1]))
+    data["kernels"][0]["op"] = "rmsnrm"
+    (tmp_path / "recipe.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="rmsnrm"):
+        flashnorm.preload(tmp_path / "recipe.json")
+
+
+# ------------------------------------------------------------------ for build scripts
+def test_gen_norm_module_is_the_cuda_module():
+    spec = flashnorm.gen_norm_module(arch="9.0a")
+    assert spec == backends.artifact("cuda", variant(), "sm_90a")
+    other = flashnorm.gen_norm_module("fused_add_rmsnorm", dtype=torch.float16, numerics="vllm", arch="sm_80")
+    assert other == backends.artifact("cuda", variant("fused_add_rmsnorm", torch.float16, 64, "hf-llama"), "sm_80")
+    assert all(callable(getattr(spec, name)) for name in ("build", "load", "build_and_load"))
+    with pytest.raises(ValueError, match="op must be one of"):
+        flashnorm.gen_norm_module("norm", arch="sm_80")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="arch must be given"):
+            flashnorm.gen_norm_module()
