@@ -128,18 +128,20 @@ def clear(root: Path, *, older_than: float = 0.0, quarantined_only: bool = False
         if found.age < older_than or (quarantined_only and found.state != "quarantined"):
             continue
         try:
-            if _remove(root, found):
+            if _remove(root, found, older_than):
                 done.removed.append(found)
         except OSError as error:
             done.failed.append((found, error.strerror or str(error)))
     return done
 
 
-def _remove(root: Path, found: Found) -> bool:
+def _remove(root: Path, found: Found, older_than: float) -> bool:
     """Whether it was there to be removed."""
     with exclusive(root, found.digest, found.name):
-        if not found.path.exists():
-            return False  # a builder that held the lock has published it, or somebody else removed it
+        # While this waited, a builder may have published what was unfinished, or built a broken entry again.
+        now = _look(found.path, found.state) if found.path.exists() else None
+        if now is None or now.age < older_than:
+            return False
         grave = found.path
         if found.state in ("kept", "broken"):
             (root / ".tmp").mkdir(mode=0o700, exist_ok=True)

@@ -224,6 +224,24 @@ def test_a_dispatch_mode_sees_the_operator(device):
     assert "flashnorm.rmsnorm.default" in seen
 
 
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "functionalize"])
+def test_a_transform_is_never_bypassed(transform, device):
+    x, weight = make(device, 4, 64, dtype=torch.float32), make(device, 64, dtype=torch.float32)
+    flashnorm.rmsnorm(x, weight)  # warm
+
+    def call(a):
+        return flashnorm.rmsnorm(a, weight)
+
+    run = {
+        "functionalize": lambda: torch.func.functionalize(call)(x),
+        "vmap": lambda: torch.func.vmap(call)(x[None]),
+        "grad": lambda: torch.func.grad(lambda a: call(a).sum())(x),
+        "jvp": lambda: torch.func.jvp(call, (x,), (x,)),
+    }[transform]
+    with pytest.raises(RuntimeError, match=r"records no gradient|Batching rule not implemented|alias annotations"):
+        run()
+
+
 def test_a_subclass_keeps_its_say(device):
     class Tagged(torch.Tensor):
         pass

@@ -61,8 +61,8 @@ def test_cold_processes_build_each_artefact_once(cache, tmp_path, variants):
 
 @needs_fork
 def test_processes_build_while_another_one_clears(cache, tmp_path):
-    """Nobody gets half an entry, whatever is taken away meanwhile."""
-    slow = Builder(tmp_path / "log", seconds=0.02)
+    """Nobody gets half an entry, and no builder loses what it is building."""
+    slow = Builder(tmp_path / "log", seconds=0.1)
     stop = threading.Event()
     removed = []
 
@@ -71,6 +71,8 @@ def test_processes_build_while_another_one_clears(cache, tmp_path):
             done = inventory.clear(cache.root)
             assert done.failed == []
             removed.extend(done.removed)
+            # Not without a pause: an entry that is gone again before it is loaded is built once more, not for ever.
+            stop.wait(0.05)
 
     sweeper = threading.Thread(target=sweep)
     sweeper.start()

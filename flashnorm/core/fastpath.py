@@ -50,7 +50,6 @@ EAGER = """\
         or is_tracing()
         or dispatch_modes()
         or function_modes()
-        or functorch() is not None
         or profiler._is_profiler_enabled
         or forward_ad._current_level >= 0
     ):
@@ -84,7 +83,12 @@ def {name}{signature}:
 
 
 def memoryless(*tensors: torch.Tensor | None) -> bool:
-    """Whether a launch never began, because some tensor has no memory to hand over."""
+    """Whether a launch never began, because some tensor has no memory to hand over.
+
+    Tensors under a functorch transform are such: they refuse, or show no address, which guards refuse.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
     present = [t for t in tensors if t is not None]
     return any(t.device.type == "meta" or t.layout is not torch.strided or t.is_quantized for t in present)
 
@@ -167,7 +171,6 @@ def warm(
         "is_tracing": torch._C._is_tracing,
         "dispatch_modes": torch._C._len_torch_dispatch_stack,
         "function_modes": torch._C._len_torch_function_stack,
-        "functorch": torch._C._functorch.peek_interpreter_stack,
         "forward_ad": torch.autograd.forward_ad,
         "profiler": torch.autograd.profiler,
         "grad_enabled": torch.is_grad_enabled,

@@ -32,7 +32,7 @@ class Residual:
         self.k, self.stage, self.names = k, stage, ("x", "residual")
         self.dtype = k.variant.dtype("residual")
         # In place, the sum would overwrite what a second read needs: then it is stored in the second pass.
-        self.late_store = k.tile.hold == "global"
+        self.late_store = k.tile.hold == "global" or k.tile.late_residual
 
     def _sum(self, j, store):
         x, r = self.k.values("x", j), self.k.values("residual", j)

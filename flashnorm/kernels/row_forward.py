@@ -27,14 +27,15 @@ from flashnorm.kernels.tile import loaded_widths
 
 
 class Turns:
-    """Rounds in order, with the loads of some operands always one batch ahead of their use.
+    """Rounds in order, with the loads of some operands issued a batch at a time.
 
-    A store keeps every later load behind it, so a batch must be under way before the one in front is stored.
+    A store keeps every later load behind it, so with `ahead` a batch is under way before the one in front is stored.
+    That takes registers, which a row that waits in registers does not leave.
     """
 
-    def __init__(self, k, rounds, names, batch):
+    def __init__(self, k, rounds, names, batch, ahead):
         rounds = list(rounds)
-        self.k, self.names = k, names
+        self.k, self.names, self.ahead = k, names, ahead
         self.batches = [rounds[at : at + batch] for at in range(0, len(rounds), batch)] if names else [rounds]
         self.asked = 0
 
@@ -48,7 +49,7 @@ class Turns:
 
     def __iter__(self):
         for i, part in enumerate(self.batches):
-            while self.asked < i + 2:
+            while self.asked < i + (2 if self.ahead else 1):
                 self.ask()
             yield from part
 
@@ -72,12 +73,13 @@ def row_program(k, scalars):
             k.load(name, range(everything))
     rereads = load.names if tile.hold == "global" else ()
 
-    late = Turns(k, range(everything), [*rereads, *([] if tile.early_weights else vecs)], tile.batch)
-    if not rereads:
+    ahead = tile.hold != "registers"
+    late = Turns(k, range(everything), [*rereads, *([] if tile.early_weights else vecs)], tile.batch, ahead)
+    if ahead and not rereads:
         late.ask()  # under way while the sum crosses the row
 
     stats_type = STATS[type(program.stats)]
-    turns = k.arrivals(order) if tile.staged else iter(Turns(k, order, rereads, tile.batch))
+    turns = k.arrivals(order) if tile.staged else iter(Turns(k, order, rereads, tile.batch, ahead))
     sums = []
     for lane in range(tile.lanes_per_thread):
         own = len(range(lane, tile.rounds, tile.lanes_per_thread))

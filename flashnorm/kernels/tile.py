@@ -59,6 +59,7 @@ class RowTile:
             "all". L2 is where the GPU's memory is coherent, so a line that the earlier kernel still writes is
             never seen stale; no value is read.
         streaming: rows are marked as used once, so that they make room for weights in the caches.
+        late_residual: the sum is stored in the second pass, so that the first one only reads.
         batch: groups per thread loaded together where a row does not fit registers.
     """
 
@@ -73,6 +74,7 @@ class RowTile:
     signal_early: bool = False
     prefetch: Prefetch = "none"
     streaming: bool = False
+    late_residual: bool = False
     batch: int = 4
 
     def __post_init__(self) -> None:
