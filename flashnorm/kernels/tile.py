@@ -165,6 +165,12 @@ class Shape:
     prefetch: Prefetch = "none"
     streaming: bool = False
     shared: bool = False  # the row waits in shared memory where registers would hold it too
+    late_residual: bool = False
+    two: Shape | None = None  # in place of this one where two operands are loaded by rows
+
+
+def _wide(threads: int, cluster: int, early_weights: bool) -> Shape:
+    return Shape(threads, threads, cluster, early_weights, True, "vecs", shared=True, late_residual=True)
 
 
 # The classes of M, by their largest M, and for each the tile by the size of a row: the largest number of 16-bit
@@ -175,7 +181,9 @@ class Shape:
 # 64 x 8192: 1.76 and 2.18) and the next kernel let in at once (1 x 4096: 1.37 us, 1.39 to 1.66 without). Many rows:
 # bandwidth counts, so few barriers and 16 elements a thread or more, until a row is so wide that one CTA of it fills
 # an SM: then clusters, the row in shared memory, since registers for it leave no second row in flight
-# (2048 x 131072: 271 us on four CTAs, 284 in registers). Between them rows used once are marked so (1024 x 8192:
+# (2048 x 131072: 271 us on four CTAs, 284 in registers). There the fused addition stores its sum late, so that the
+# first pass only reads (2048 x 131072: 543 us, 570 without). 32768 x 8192: 257 us with two rows a CTA in shared memory,
+# 260 with one. Between them rows used once are marked so (1024 x 8192:
 # 9.56 us, 10.04 without).
 def _soon(threads: int, cta: int, cluster: int = 1) -> Shape:
     return Shape(threads, cta, cluster, signal_early=True, prefetch="all")
@@ -200,7 +208,7 @@ CLASSES: tuple[tuple[int | None, tuple[tuple[int, Shape], ...]], ...] = (
             (256, Shape(16, 128)),
             (1536, Shape(64, 128)),
             (4096, Shape(512, 512, signal_early=True)),
-            (8192, Shape(256, 256, signal_early=True)),
+            (8192, Shape(512, 512, signal_early=True)),
             (16384, Shape(512, 512)),
             (32768, Shape(512, 512, 2)),
             (65536, Shape(256, 256, 4)),
@@ -213,12 +221,12 @@ CLASSES: tuple[tuple[int | None, tuple[tuple[int, Shape], ...]], ...] = (
             (256, Shape(16, 256)),
             (1536, Shape(32, 128)),
             (4096, Shape(256, 256)),
-            (8192, Shape(128, 128, early_weights=False, streaming=True)),
+            (8192, Shape(128, 128, early_weights=False, signal_early=True, streaming=True)),
             (16384, Shape(256, 256, early_weights=False)),
             (32768, Shape(512, 512, early_weights=False)),
             (65536, Shape(1024, 1024, early_weights=False, shared=True)),
-            (131072, Shape(256, 256, 4, early_weights=False, signal_early=True, prefetch="vecs", shared=True)),
-            (1 << 30, Shape(128, 128, 8, early_weights=False, shared=True)),
+            (131072, _wide(256, 4, early_weights=False)),
+            (1 << 30, _wide(128, 8, early_weights=True)),
         ),
     ),
     (
@@ -227,11 +235,12 @@ CLASSES: tuple[tuple[int | None, tuple[tuple[int, Shape], ...]], ...] = (
             (256, Shape(16, 256)),
             (1536, Shape(32, 128, streaming=True)),
             (6144, Shape(256, 256)),
+            (8192, Shape(512, 1024, shared=True, two=Shape(512, 512))),
             (16384, Shape(512, 512)),
             (32768, Shape(512, 512, early_weights=False)),
             (65536, Shape(1024, 1024, early_weights=False, shared=True)),
-            (131072, Shape(256, 256, 4, early_weights=False, signal_early=True, prefetch="vecs", shared=True)),
-            (1 << 30, Shape(128, 128, 8, early_weights=False, shared=True)),
+            (131072, _wide(256, 4, early_weights=False)),
+            (1 << 30, _wide(128, 8, early_weights=True)),
         ),
     ),
 )
@@ -263,8 +272,8 @@ def _registers_suffice(tile: RowTile, held: int) -> bool:
 
 
 def _weights_fit(tile: RowTile, held: int) -> bool:
-    """Weights (at worst fp32) may wait beside the row where both leave half of the registers."""
-    return tile.rounds * GROUP * (held + 4) // 4 <= _registers(tile) // 2
+    """Weights (at worst fp32) may wait beside the row where both leave three eighths of the registers."""
+    return tile.rounds * GROUP * (held + 4) // 4 <= _registers(tile) * 5 // 8
 
 
 def _batch(tile: RowTile, width: int) -> int:
@@ -284,17 +293,20 @@ def pick(hidden_size: int, vec: int, loaded: tuple[int, ...], held: int, sm: int
         rows: M, or any M of its class.
     """
     shape = _shape(hidden_size * held // 2, rows, sm)
+    shape = shape.two if shape.two is not None and len(loaded) > 1 else shape
     cluster = min(shape.cluster, max(1, lanes(hidden_size) // WARP))
     threads = min(shape.threads, lanes(hidden_size) // cluster)
     cta = threads * (shape.cta // shape.threads) if threads >= WARP else shape.cta
     tile = RowTile(
         hidden_size, vec, threads, cta, cluster, early_weights=shape.early_weights, signal_early=shape.signal_early,
-        prefetch=shape.prefetch, streaming=shape.streaming,
+        prefetch=shape.prefetch, streaming=shape.streaming, late_residual=shape.late_residual,
     )  # fmt: skip
     if _registers_suffice(tile, held) and not shape.shared:
         early = tile.early_weights and _weights_fit(tile, held)
         return replace(tile, early_weights=early, batch=4 if early else _batch(tile, 4))
-    tile = replace(tile, num_threads=threads, early_weights=False, streaming=False)
+    early = shape.shared and tile.early_weights and _weights_fit(tile, 0)
+    one_row = replace(tile, num_threads=threads, streaming=False)
+    tile = replace(tile if shape.shared else one_row, early_weights=early, streaming=False)
     tile = replace(tile, batch=_batch(tile, 4))  # of weights, at worst fp32
     if vec * min(loaded) >= 4:  # the least that cp.async moves
         staged = replace(tile, hold="shared", staged=True)
