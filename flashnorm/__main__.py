@@ -35,7 +35,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub.add_argument("--json", action="store_true", help="print JSON")
         importlib.import_module(module).add_arguments(sub)
     arguments = parser.parse_args(argv)
+    try:
+        check_environment()
+    except ValueError as error:
+        print(f"flashnorm {arguments.command}: {error}", file=sys.stderr)
+        return 2
     return int(importlib.import_module(COMMANDS[arguments.command][0]).run(arguments))
+
+
+def check_environment() -> None:
+    """What a first call would say of a forced route that there is not."""
+    from flashnorm.config import settings
+    from flashnorm.core.dispatch import forced_route
+
+    forced_route(settings.backend, settings.use_cuda_norm)
 
 
 def console() -> Console:

@@ -43,7 +43,7 @@ def explain(op: str, *tensors: Any, **options: Any) -> dispatch.Explanation:
 
 
 def capabilities(device: torch.device | str | None = None) -> dict[str, Any]:
-    """What flashnorm can do on a device. Never raises for a device that is there, never initialises CUDA for a CPU one.
+    """What flashnorm can do on a device. Never raises for one that is not there, never initialises CUDA for a CPU one.
 
     Returns:
         "device"; "capability" ((major, minor), or None); "dsl" (the CuTe DSL's version, or why it cannot serve);
@@ -52,13 +52,18 @@ def capabilities(device: torch.device | str | None = None) -> dict[str, Any]:
     from flashnorm.jit import toolchain
 
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
-    facts = devices.facts(where)
     dsl = toolchain.find_dsl()
+    if where.type == "cuda" and not torch.cuda.is_available():
+        facts = devices.DeviceFacts("absent")
+    else:
+        facts = devices.facts(where)
     return {
         "device": str(where),
         "capability": facts.capability,
         "dsl": str(dsl) if isinstance(dsl, toolchain.Missing) else dsl.version,
-        "routes": {name: explanation.route for name, explanation in routes(facts).items()},
+        "routes": {
+            name: explanation.route if facts.kind != "absent" else None for name, explanation in routes(facts).items()
+        },
         "formats": formats(facts),
     }
 

@@ -315,6 +315,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command. Returns 0 if every promise held, 1 if one was broken, 2 if nothing could be checked."""
     ops, routes = (tuple(filter(None, text.split(","))) for text in (args.ops, args.routes))
+    for asked, known, what in ((ops, tuple(OPS), "operator"), (routes, ROUTES, "route")):
+        for name in asked:
+            if name not in known:
+                print(f"flashnorm verify: no {what} {name!r}; there are {', '.join(known)}", file=sys.stderr)
+                return 2
     for name in ops:
         if name not in OPS:
             raise SystemExit(f"unknown operator {name!r}; known: {', '.join(OPS)}")
