@@ -73,6 +73,8 @@ COMBOS = _combos()
 BF16 = tuple(
     Combo(op, "bf16", "bf16", "bf16" if op in FUSED else None, rstd=op == "rmsnorm") for op in (*PLAIN, *FUSED)
 )
+# What batches are cut up for: every operator in its plain form, and a cross-section of the rest.
+CHUNKED = tuple(dict.fromkeys((*BF16, *COMBOS[::5])))
 assert set(BF16) <= set(COMBOS)
 
 
