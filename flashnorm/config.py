@@ -9,7 +9,7 @@ own with `Settings.from_env({...})`, which is pure.
 | `FLASHNORM_BACKEND` | force a route: cute, cuda, cpu or torch (an unknown name raises at the first call) |
 | `FLASHINFER_USE_CUDA_NORM=1` | prefer the CUDA C++ route on CUDA tensors |
 | `FLASHNORM_STRICT=1` | raise where a failing variant would fall back to the next route |
-| `FLASHNORM_GUARD=1` | guard mode: check on the host what a kernel can only mark |
+| `FLASHNORM_GUARD=1` | guard mode; read, and without effect so far |
 | `FLASHNORM_CACHE_DIR` | where compiled kernels are kept |
 | `FLASHNORM_AOT_DIR` | precompiled kernels, read only, looked at first (several: separated by ":") |
 | `FLASHNORM_DISABLE_JIT=1` | never compile; say what is missing |
