@@ -112,11 +112,6 @@ class Settings:
     cute_dsl_libs: tuple[Path, ...] = ()
 
     @property
-    def aot_dir(self) -> Path | None:
-        """The first folder of precompiled kernels, or None."""
-        return self.aot_dirs[0] if self.aot_dirs else None
-
-    @property
     def platform_cache_dir(self) -> Path | None:
         """flashnorm's folder in the platform's cache folder, or None where there is no home."""
         if self.xdg_cache_home is not None:

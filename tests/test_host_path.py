@@ -187,3 +187,32 @@ def test_any_real_number_is_an_eps(device):
     want = flashnorm.rmsnorm(x, weight, 0.0)
     assert torch.equal(flashnorm.rmsnorm(x, weight, 0), want)
     assert torch.equal(flashnorm.rmsnorm(x, weight, numpy.float32(0)), want)
+
+
+@pytest.mark.parametrize("in_cpp", [True, False])
+def test_a_warm_launch_runs_on_the_tensors_device(in_cpp, monkeypatch):
+    import contextlib
+
+    from flashnorm.core import device as devices
+    from flashnorm.core import dispatch, plan
+
+    current = [0]
+
+    @contextlib.contextmanager
+    def switch(device):
+        current[0], before = device.index, current[0]
+        yield
+        current[0] = before
+
+    seen = []
+    monkeypatch.setattr(devices, "several_gpus", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", switch)
+    monkeypatch.setattr(
+        guard, "_in_cpp", lambda *_: (lambda *_: (seen.append(current[0]), True)[1]) if in_cpp else None
+    )
+    where, nothing = torch.device("cuda", 1), dispatch.Explanation("rmsnorm", "cute", ())
+    made = plan.Plan(lambda *_: seen.append(current[0]), lambda *_: None, (), where, nothing)
+    tensors = make("cpu", 4, 64), make("cpu", 64, seed=1), torch.empty(4, 64), None
+    assert guard.guarded(RMSNORM, made, tensors)(1e-6, True, *tensors)
+    assert seen == [1] and current == [0]

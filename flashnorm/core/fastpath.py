@@ -44,16 +44,30 @@ class Entry(NamedTuple):
 
 Recent = dict[tuple[int, ...], tuple[Entry, ...]]  # by the shape of the first operand
 
-EAGER = """\
-    if (
-        is_compiling()
-        or is_tracing()
-        or dispatch_modes()
-        or function_modes()
-        or profiler._is_profiler_enabled
-        or forward_ad._current_level >= 0
-    ):
-        return cold({forward})
+# Who must see a call through torch's dispatcher. The cold path asks for functorch too; the warm one need not, since
+# tensors under its transforms cannot be handed to a kernel.
+WATCHERS = (
+    "is_compiling()",
+    "is_tracing()",
+    "dispatch_modes()",
+    "function_modes()",
+    "profiler._is_profiler_enabled",
+    "forward_ad._current_level >= 0",
+)
+ASKED: dict[str, Any] = {
+    "is_compiling": torch.compiler.is_dynamo_compiling,  # other compilers bring modes
+    "is_tracing": torch._C._is_tracing,
+    "dispatch_modes": torch._C._len_torch_dispatch_stack,
+    "function_modes": torch._C._len_torch_function_stack,
+    "profiler": torch.autograd.profiler,
+    "forward_ad": torch.autograd.forward_ad,
+    "functorch": torch._C._functorch.peek_interpreter_stack,
+}
+watched: Callable[[], Any] = eval(f"lambda: {' or '.join((*WATCHERS, 'functorch() is not None'))}", ASKED)
+
+EAGER = f"""\
+    if {" or ".join(WATCHERS)}:
+        return cold({{forward}})
 """
 TEMPLATE = """\
 def {name}{signature}:
@@ -167,12 +181,7 @@ def warm(
         "empty_like": torch.empty_like,
         "empty": op.empty,
         "forced_here": forced_here,
-        "is_compiling": torch.compiler.is_dynamo_compiling,  # other compilers bring modes
-        "is_tracing": torch._C._is_tracing,
-        "dispatch_modes": torch._C._len_torch_dispatch_stack,
-        "function_modes": torch._C._len_torch_function_stack,
-        "forward_ad": torch.autograd.forward_ad,
-        "profiler": torch.autograd.profiler,
+        **ASKED,
         "grad_enabled": torch.is_grad_enabled,
         "bump": torch._C._increment_version,
         "Tensor": torch.Tensor,

@@ -26,7 +26,7 @@ Guarded = Callable[..., bool]
 def guarded(op: Op, made: Plan, tensors: Tensors) -> Guarded:
     """The guarded launch of a plan, made for these tensors."""
     launch = _in_cpp(op, made, tensors) if made.kernel is not None else None
-    return _in_python(op, made, tensors) if launch is None else made.on_device(launch)
+    return made.on_device(_in_python(op, made, tensors) if launch is None else launch)
 
 
 def _in_cpp(op: Op, made: Plan, tensors: Tensors) -> Guarded | None:

@@ -198,12 +198,7 @@ class Op:
         present = [t for t in tensors if t is not None]
         return bool(
             any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in present)
-            or torch._C._len_torch_dispatch_stack()
-            or torch._C._len_torch_function_stack()
-            or torch._C._functorch.peek_interpreter_stack() is not None
-            or torch.autograd.forward_ad._current_level >= 0
-            or torch._C._is_tracing()
-            or torch.autograd.profiler._is_profiler_enabled
+            or fastpath.watched()
             or (torch.is_grad_enabled() and any(t.requires_grad for t in present))
             or any(t.device.type == "meta" for t in present)
         )
