@@ -87,6 +87,8 @@ def _tool(found: Any) -> dict[str, Any]:
         return {"found": False, "detail": str(found)}
     wanted = ("version", "path", "machine", "level")
     detail = [_text(getattr(found, name)) for name in wanted if getattr(found, name, None)]
+    if isinstance(found, toolchain.Dsl) and not found.known_good:
+        detail.append("(not a version that was tested)")
     return {"found": True, "detail": " ".join(detail) or str(found)}
 
 
