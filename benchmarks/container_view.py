@@ -110,9 +110,11 @@ def hidden(*, runtime: bool = False) -> str:
 
 def environment(aot: Path, cache: Path) -> dict[str, str]:
     """Of a process in such a container."""
-    dropped = ("FLASHNORM_", "CUDA_HOME", "CUDA_PATH", "CXX", "CUTE_DSL_")
+    dropped = ("FLASHNORM_", "CUDA_HOME", "CUDA_PATH", "CXX", "CUTE_DSL_", "PYTHONDONTWRITEBYTECODE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     paths = {"PATH": "/nonexistent", "FLASHNORM_AOT_DIR": str(aot), "FLASHNORM_CACHE_DIR": str(cache)}
+    # Installers compile what they install to bytecode; packages that were merely unpacked are treated alike here.
+    paths["PYTHONPYCACHEPREFIX"] = str(aot.parent / "bytecode")
     return {**kept, **paths, "FLASHNORM_DISABLE_JIT": "1"}
 
 
@@ -175,6 +177,7 @@ def judge(arch: str, folder: Path) -> list[tuple[str, str, str, bool]]:
     cache.mkdir(mode=0o500)
     rows = [("precompile", "-", f"{fill(aot, arch):.1f} s", True)]
     serve = SERVE.format(**expected(folder))
+    look(serve, aot, cache)  # leaves the bytecode
     a = look(serve, aot, cache)
     b = look(serve, aot, cache, runtime_gone=True)
     c = look(MISSING, aot, cache)

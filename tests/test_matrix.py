@@ -137,6 +137,8 @@ NUMERICS_ALIASES = (("hf-llama", "vllm"), ("hf-gemma", "torch"), ("hf-gemma", "c
 @pytest.mark.parametrize(("name", "alias"), NUMERICS_ALIASES)
 @pytest.mark.parametrize("combo", BF16, ids=str)
 def test_aliases_of_modes(combo: Combo, name: str, alias: str, route: str, device: torch.device) -> None:
+    if (route, alias, device.type) == ("torch", "torch", "cuda"):
+        pytest.skip("on GPUs PyTorch's own function has a kernel, and an order of additions, of its own")
     results = [Problem(replace(combo, numerics=n, rstd=False), (7, 4096), device).run(route) for n in (name, alias)]
     assert_same_bits(results[0].out, results[1].out, f"{name} and {alias}")
 

@@ -23,7 +23,7 @@ NUMERICS = {
     "hf-llama": "hf-llama",
     "vllm": "hf-llama",
     "hf-gemma": "hf-gemma",
-    "torch": "hf-gemma",
+    "torch": "torch",  # the same program; on the torch route, PyTorch's own function
     "cake": "hf-gemma",
 }
 
