@@ -34,8 +34,8 @@ MIN_GRAPH_US = 400.0
 # Only to choose how many launches a graph holds, never in a figure.
 _GUESS_BYTES_PER_US = 4.0e6
 _GUESS_LAUNCH_US = 1.2
-# A value that no normalisation of the inputs writes everywhere: what still holds it was not written.
-SENTINEL = 0.75
+# A byte that no operator writes everywhere: what still holds it was not written.
+SENTINEL = 0x3F
 
 
 @dataclass
@@ -98,10 +98,11 @@ class Graph:
 
     def writes(self, result: torch.Tensor) -> bool:
         """Whether a replay writes `result`, a tensor of the last set: a launch outside of the capture does not."""
-        result.fill_(SENTINEL)
+        bits = result.view(torch.uint8)  # few operations know all formats of 8 bits
+        bits.fill_(SENTINEL)
         self.graph.replay()
         torch.cuda.synchronize()
-        return bool((result != SENTINEL).any())
+        return bool((bits != SENTINEL).any())
 
     def replay(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """Queues one timed replay; the events are read after a synchronisation."""

@@ -1,4 +1,4 @@
-"""The report of a benchmark run: JSON, text, and the bars a release must clear.
+"""The report of a benchmark run: JSON and text. The bars it is held to stand in `bars.py`.
 
 JSON, schema "flashnorm-bench/1":
 
@@ -8,9 +8,9 @@ JSON, schema "flashnorm-bench/1":
     command    the command line
     machine    device, capability, sms, l2_bytes, memory_bytes | processor, threads, load_average
     versions   of python, torch, triton, cuda, flashnorm, the DSL, TVM-FFI and the peers
-    settings   dtype, eps, repeats, budget_s, elapsed_s
+    settings   dtype, eps, scale, repeats, budget_s, elapsed_s; spent_s: seconds by what they went into
     rows       one per operator, shape and contender:
-                 op, M, H, dtype, device
+                 op, M, H, dtype, device   op with its form where it has several: "rmsnorm_dynamic_quant/token"
                  contender       "flashnorm cute", "flashinfer cute", "mul", ...
                  kind            "ours" | "peer" | "ceiling"
                  us, us_min, us_max   median and range over the repeats; null where it failed
@@ -18,11 +18,12 @@ JSON, schema "flashnorm-bench/1":
                  gbps            bytes / us
                  to_best_peer    us / us of the fastest peer of that row's operator and shape
                  of_ceiling      gbps / gbps of `mul` there
-                 error_l2        relative L2 error of the result against the fp64 formula
-                 prepare_s       seconds of the first call: imports and compilation
+                 error_l2        relative L2 error of the (dequantised) result against the fp64 formula
+                 prepare_s       seconds of the first call: imports and compilation, but for what was compiled in
+                                 the background before it
                  sets, launches  buffer sets rotated over; launches of one graph
                  failure         null, or why there is no time
-    host       op, contender, us, us_min, us_max: host microseconds of a warm 1 x 4096 call
+    host       op, contender, us, us_min, us_max, failure: host microseconds of a warm 1 x 4096 call
     skipped    op, M, H, why
     checks     bar, op, M, H, asked, got, ok
 """
@@ -30,36 +31,25 @@ JSON, schema "flashnorm-bench/1":
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .bars import geomean
+
 SCHEMA = "flashnorm-bench/1"
 Row = dict[str, Any]
-Add = Callable[..., None]
 _DISTRIBUTIONS = (
     "flashnorm", "torch", "triton", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "apache-tvm-ffi",
     "flashinfer-python", "quack-kernels", "liger-kernel",
 )  # fmt: skip
-
-# The bars. A peer's time carries noise of its own, hence the first two numbers.
-SLOWER_RATIO = 1.03
-SLOWER_US = 0.05
-GEOMEAN_TO_BEST = 0.98
-WIDE_ROWS = 65536
-WIDE_OF_CEILING = 0.92
-CUDA_TO_CUTE = 1.10
-HOST_TO_BARE = 1.4
-HOST_TO_FLASHINFER = 0.6
-CUTE, CUDA = "flashnorm cute", "flashnorm cuda"
 
 
 def header(command: Sequence[str], device: torch.device, settings: Mapping[str, Any], commit: str = "") -> Row:
@@ -134,75 +124,6 @@ def relate(rows: Iterable[Row]) -> None:
         row["of_ceiling"] = row["gbps"] / ceiling[0] if row["us"] and ceiling else None
 
 
-def groups(rows: Iterable[Row]) -> dict[tuple[str, int, int], dict[str, Row]]:
-    """Rows with a time by (op, M, H), then by contender."""
-    found: dict[tuple[str, int, int], dict[str, Row]] = {}
-    for row in rows:
-        if row["us"]:
-            found.setdefault((row["op"], row["M"], row["H"]), {})[row["contender"]] = row
-    return found
-
-
-def geomean(values: Sequence[float]) -> float:
-    return math.exp(sum(math.log(v) for v in values) / len(values))
-
-
-def check(report: Row) -> list[Row]:
-    """Evaluates the bars; returns and stores one entry each. A bar without its figures counts as not cleared."""
-    entries: list[Row] = []
-
-    def add(bar: str, asked: str, got: str, ok: bool, op: str, *shape: int) -> None:
-        rows, width = shape or (None, None)
-        entries.append({"bar": bar, "op": op, "M": rows, "H": width, "asked": asked, "got": got, "ok": bool(ok)})
-
-    by_shape = groups(report["rows"])
-    for op in dict.fromkeys(row["op"] for row in report["rows"]):
-        to_best, to_cute = [], []
-        for (name, tokens, width), rows in by_shape.items():
-            if name != op:
-                continue
-            cute, cuda = rows.get(CUTE), rows.get(CUDA)
-            peers = {n: r["us"] for n, r in rows.items() if r["kind"] == "peer"}
-            if cute and peers:
-                best = min(peers, key=peers.__getitem__)
-                limit = max(SLOWER_RATIO * peers[best], peers[best] + SLOWER_US)
-                to_best.append(cute["us"] / peers[best])
-                asked = f"<= {limit:.2f} us ({best} {peers[best]:.2f})"
-                add("cute against fastest peer", asked, f"{cute['us']:.2f} us", cute["us"] <= limit, op, tokens, width)
-            if cute and width >= WIDE_ROWS and cute["of_ceiling"]:
-                got = cute["of_ceiling"]
-                add("cute on wide rows", f">= {WIDE_OF_CEILING} of mul", f"{got:.3f}", got >= WIDE_OF_CEILING,
-                    op, tokens, width)  # fmt: skip
-            if cute and cuda:
-                to_cute.append(cuda["us"] / cute["us"])
-            rival = peers.get("flashinfer cuda")
-            if cuda and rival:
-                add("cuda against flashinfer cuda", f"< {rival:.2f} us", f"{cuda['us']:.2f} us", cuda["us"] < rival,
-                    op, tokens, width)  # fmt: skip
-        if report["machine"].get("capability"):
-            _mean(add, "cute / fastest peer, geomean", GEOMEAN_TO_BEST, to_best, op)
-            _mean(add, "cuda / cute, geomean", CUDA_TO_CUTE, to_cute, op)
-    _check_host(add, report["host"])
-    report["checks"] = entries
-    return entries
-
-
-def _mean(add: Add, bar: str, limit: float, values: Sequence[float], op: str) -> None:
-    got = f"{geomean(values):.3f} over {len(values)} shapes" if values else "not measured"
-    add(bar, f"<= {limit}", got, bool(values) and geomean(values) <= limit, op)
-
-
-def _check_host(add: Add, host: Sequence[Mapping[str, Any]]) -> None:
-    for op in dict.fromkeys(entry["op"] for entry in host):
-        us = {entry["contender"]: entry["us"] for entry in host if entry["op"] == op}
-        for route in (CUTE, CUDA):
-            for rival, limit in ((f"{route}, bare launch", HOST_TO_BARE), ("flashinfer cute", HOST_TO_FLASHINFER)):
-                if route in us and rival in us:
-                    ratio = us[route] / us[rival]
-                    got = f"{ratio:.2f}x ({us[route]:.2f} / {us[rival]:.2f} us)"
-                    add(f"host: {route} / {rival}", f"<= {limit}x", got, ratio <= limit, op)
-
-
 def table(report: Row) -> str:
     """Microseconds and GB/s, one line a shape, as markdown; the fastest contender of a line in bold."""
     lines: list[str] = []
@@ -234,12 +155,14 @@ def table(report: Row) -> str:
         lines.append("")
     if report["host"]:
         lines += ["Host us of a warm call, 1 x 4096:", "", "| op | contender | us |", "|---|---|---|"]
-        lines += [f"| {e['op']} | {e['contender']} | {e['us']:.2f} |" for e in report["host"]]
+        lines += [f"| {e['op']} | {e['contender']} | {e['us']:.2f} |" for e in report["host"] if e["us"]]
         lines.append("")
     failures = [r for r in report["rows"] if r["failure"]]
-    if failures or report["skipped"]:
+    unhosted = [e for e in report["host"] if e["failure"]]
+    if failures or unhosted or report["skipped"]:
         lines.append("Not measured:")
         lines += [f"- {r['op']} {r['M']}x{r['H']} {r['contender']}: {r['failure']}" for r in failures]
+        lines += [f"- {e['op']}, host cost, {e['contender']}: {e['failure']}" for e in unhosted]
         lines += [f"- {s['op']} {s['M']}x{s['H']}: {s['why']}" for s in report["skipped"]]
         lines.append("")
     return "\n".join(lines)
@@ -247,22 +170,6 @@ def table(report: Row) -> str:
 
 def _short(us: float) -> str:
     return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
-
-
-def check_table(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Asked and got of every bar that was missed, then how many of each kind were cleared."""
-    lines = ["| missed bar | op | M x H | asked | got |", "|---" * 5 + "|"]
-    for entry in entries:
-        if not entry["ok"]:
-            shape = f"{entry['M']} x {entry['H']}" if entry["M"] else "all"
-            lines.append(f"| {entry['bar']} | {entry['op']} | {shape} | {entry['asked']} | {entry['got']} |")
-    lines = lines if len(lines) > 2 else []
-    lines += ["", "| bar | op | cleared | got |", "|---" * 4 + "|"]
-    for bar, op in dict.fromkeys((entry["bar"], entry["op"]) for entry in entries):
-        mine = [entry for entry in entries if (entry["bar"], entry["op"]) == (bar, op)]
-        got = f"{mine[0]['got']}, asked {mine[0]['asked']}" if len(mine) == 1 else ""
-        lines.append(f"| {bar} | {op} | {sum(e['ok'] for e in mine)} of {len(mine)} | {got} |")
-    return "\n".join(lines)
 
 
 def progress(text: str) -> None:

@@ -1,45 +1,38 @@
-"""Bytes that must move, taken from an operator's operand list, and the picture of who moves them how fast."""
+"""Buffers of a call and the bytes that must move, and the picture of who moves them how fast."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from flashnorm.program import Operand
-
 _COLOURS = {"ours": ("#0b6e4f", "#5aa469", "#1d3557", "#7a9cc6"), "ceiling": ("#555555",)}
 _PEER_COLOURS = ("#e76f51", "#e9c46a", "#9d4edd", "#c77dff", "#2a9d8f", "#f4a261", "#b56576")
+_PANELS_A_ROW = 3
 
 
-def operand_shape(operand: Operand, num_tokens: int, hidden_size: int) -> tuple[int, ...]:
-    """The contiguous shape of an operand for one flat batch of rows."""
-    return {
-        "row": (num_tokens, hidden_size),
-        "vec": (hidden_size,),
-        "per_row": (num_tokens,),
-        "scalar": (1,),
-    }[operand.kind]
+@dataclass(frozen=True)
+class Buffer:
+    """One operand of a call on a flat batch of rows: `mode` and `kind` as `flashnorm.program.Operand` has them."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mode: str = "in"
+    kind: str = "row"
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def operand_bytes(operand: Operand, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Bytes of an operand's buffer; `dtype` serves where the operand does not fix its own."""
-    itemsize = (getattr(torch, operand.dtype) if operand.dtype else dtype).itemsize
-    elements = 1
-    for extent in operand_shape(operand, num_tokens, hidden_size):
-        elements *= extent
-    return elements * itemsize
-
-
-def bytes_moved(operands: Iterable[Operand], num_tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
+def bytes_moved(buffers: Iterable[Buffer]) -> int:
     """The fewest bytes a call moves: every "in" read once, every "out" written once, every "inout" both."""
-    total = 0
-    for operand in operands:
-        times = 2 if operand.mode == "inout" else 1
-        total += times * operand_bytes(operand, num_tokens, hidden_size, dtype)
-    return total
+    return sum(buffer.bytes * (2 if buffer.mode == "inout" else 1) for buffer in buffers)
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], title: str) -> None:
@@ -62,7 +55,9 @@ def plot(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], title:
     ops = list(dict.fromkeys(row["op"] for row in timed))
     if not ops:
         return
-    figure, axes = plt.subplots(1, len(ops), figsize=(8.5 * len(ops), 6.5), squeeze=False)
+    across = min(len(ops), _PANELS_A_ROW)
+    down = -(-len(ops) // across)
+    figure, axes = plt.subplots(down, across, figsize=(8.5 * across, 6.5 * down), squeeze=False, layout="constrained")
     # One colour a contender over all panels.
     colours: dict[str, str] = {}
     for row in timed:
@@ -76,7 +71,9 @@ def plot(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], title:
     def at(row: Mapping[str, Any]) -> float:
         return float(place.get((row["op"], row["M"], row["H"]), row["bytes"]))
 
-    for axis, op in zip(axes[0], ops, strict=True):
+    for axis in axes.flat[len(ops) :]:
+        axis.set_visible(False)
+    for axis, op in zip(axes.flat, ops, strict=False):
         for name, colour in colours.items():
             mine = sorted((r for r in timed if r["op"] == op and r["contender"] == name), key=at)
             if not mine:
@@ -104,6 +101,5 @@ def plot(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], title:
         axis.grid(True, which="both", alpha=0.2)
         axis.legend(fontsize=8)
     figure.suptitle(title)
-    figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)

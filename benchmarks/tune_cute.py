@@ -1,13 +1,15 @@
 """Finds launch plans for the CuTe route: `python -m benchmarks.tune_cute`, from the project's root, on the GPU.
 
     python -m benchmarks.tune_cute --budget 230 --json tune.jsonl
+    python -m benchmarks.tune_cute --ops ln,quant --shapes 16384x7168,64x4096
+    python -m benchmarks.tune_cute --check-only --ops ln,blocks,token --limit 1     # the chosen tiles, bit for bit
     python -m benchmarks.tune_cute --compile-only --shapes 1x4096,4096x65536 --limit 3      # needs no GPU
 
-For every shape of the table: each candidate tile is compiled (in worker processes), its results are compared bit for
-bit with the canonical model of the tests, and it is timed as `measure.py` says, in CUDA graphs over cold buffers
-with PDL on, beside `torch.mul`. The best of the first round are then varied in what does not change the shape of a
-tile (weights early or late, staging, when the next kernel may start, prefetch). A tile that fails is reported and
-left out. Every measured point is a line of the JSON; the end of the output is the best per shape.
+For every operation of `tune_cases.py` and shape of the table: each candidate tile is compiled (in worker processes),
+its results are compared bit for bit with `flashnorm.model`, and it is timed as `measure.py` says, in CUDA graphs over
+cold buffers with PDL on, beside `torch.mul`. The best of the first round are then varied in what does not change the
+shape of a tile (weights early or late, staging, when the next kernel may start, prefetch). A tile that fails is
+reported and left out. Every measured point is a line of the JSON; the end of the output is the best per shape.
 """
 
 from __future__ import annotations
@@ -29,15 +31,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.tune_cases import CASES, Checker, bytes_moved, call, operands
+from flashnorm.kernels import plans
 from flashnorm.kernels import tile as tiles
-from flashnorm.kernels.tile import RowTile
-from flashnorm.program import AddResidual, Affine, Cast, LoadRow, Rms, RowProgram, Variant
+from flashnorm.kernels.tile import Needs, RowTile
 
-EPS = 1e-6
-PROGRAMS = {
-    "rms": RowProgram(LoadRow(), Rms(), (Affine(),), Cast()),
-    "add": RowProgram(AddResidual(), Rms(), (Affine(),), Cast("x")),
-}
 # Few rows first: that is where plans differ most, and a budget that runs out should cost the least.
 SHAPES = (
     "1x4096,8x4096,64x4096,64x8192,128x7168,512x4096,1024x8192,4096x4096,16384x4096,4096x32768,8192x16384,"
@@ -46,13 +44,18 @@ SHAPES = (
 
 
 # ------------------------------------------------------------------ candidates
+def needs(op: str) -> Needs:
+    """What a tile must have for it; H does not matter."""
+    return tiles.needs_of(CASES[op].variant(4096))
+
+
 def first_round(hidden_size: int, rows: int, op: str, sm: int) -> Iterator[RowTile]:
     """Tiles that differ in threads, rows per CTA and cluster."""
     lanes, groups = tiles.lanes(hidden_size), -(-hidden_size // 8)
-    held = 2 if op == "rms" else 4
+    held, weights = needs(op).held, max(1, needs(op).vectors)
     few = rows <= 256
     for c in (1, 2, 4, 8):
-        if c > 1 and not (tiles.has_clusters(sm) and (hidden_size >= 16384 or (few and hidden_size >= 4096))):
+        if c > 1 and not (plans.has_clusters(sm) and (hidden_size >= 16384 or (few and hidden_size >= 4096))):
             continue
         for t in (8, 16, 32, 64, 128, 256, 512, 1024):
             rounds = -(-groups // (t * c))
@@ -62,13 +65,15 @@ def first_round(hidden_size: int, rows: int, op: str, sm: int) -> Iterator[RowTi
                 continue
             for n in dict.fromkeys((t, 128, 256)) if c == 1 else (t,):
                 if n >= max(t, 32) and (t <= 32 or n // t <= 8) and not (few and n > max(t, 128)):
-                    yield RowTile(hidden_size, 8, t, n, c, early_weights=rounds <= 4)
+                    yield RowTile(hidden_size, 8, t, n, c, early_weights=rounds * weights <= 4)
+                    if weights > 1 and not few and rounds > 1:
+                        yield RowTile(hidden_size, 8, t, n, c, early_weights=False, batch=1)
     if hidden_size >= 32768:
-        for c in (1, 2, 4, 8)[: 4 if tiles.has_clusters(sm) else 1]:
+        for c in (1, 2, 4, 8)[: 4 if plans.has_clusters(sm) else 1]:
             for t in (128, 256, 512, 1024):
                 if t * c <= lanes:
                     tile = RowTile(hidden_size, 8, t, t, c, hold="shared", staged=True, early_weights=False)
-                    if tile.shared_bytes((2,) if op == "rms" else (2, 2)) <= tiles.shared_limit(sm):
+                    if tile.shared_bytes(needs(op)) <= tiles.shared_limit(sm):
                         yield tile
 
 
@@ -108,8 +113,7 @@ def compile_tile(op: str, tile: RowTile, arch: str, folder: str) -> tuple[str | 
         from flashnorm.jit.toolchain import find_tvm_ffi
         from flashnorm.kernels.compile import compile_variant
 
-        program = PROGRAMS[op]
-        variant = Variant(program, ("bfloat16",) * len(program.operands()), tile.hidden_size)
+        variant = CASES[op].variant(tile.hidden_size)
         out = Path(tempfile.mkdtemp(dir=folder))
         compile_variant(variant, arch, plans=((None, tile),)).export(out / "kernel.o")
         return str(link_object(out, find_linker(), find_dsl(), find_tvm_ffi())), ""
@@ -127,39 +131,6 @@ def load(library: str) -> Callable[..., Any]:
     from flashnorm.jit.link import load_linked
 
     return load_linked(Path(library).parent)
-
-
-class Checker:
-    """Rows and their canonical bits, once a shape."""
-
-    def __init__(self, op: str, hidden_size: int) -> None:
-        from tests.canonical import rmsnorm_bits
-
-        generator = torch.Generator().manual_seed(hidden_size)
-        rows = max(3, min(67, (1 << 20) // hidden_size))
-        self.x, self.residual = (torch.randn(rows, hidden_size, generator=generator).bfloat16() for _ in range(2))
-        self.weight = torch.randn(hidden_size, generator=generator).bfloat16()
-        self.op = op
-        bits = rmsnorm_bits(self.x, self.weight, self.residual if op == "add" else None, eps=EPS)
-        self.out, self.sum = bits.out, bits.residual
-
-    def wrong(self, launch: Callable[..., Any]) -> str | None:
-        """What differs, or None."""
-        x, w, r = self.x.cuda(), self.weight.cuda(), self.residual.cuda()
-        for pdl in (False, True):
-            if self.op == "add":
-                got, res = x.clone(), r.clone()
-                launch(EPS, pdl, got, res, w)
-                if not torch.equal(res.cpu().view(torch.int16), self.sum.view(torch.int16)):
-                    return "residual differs"
-            else:
-                got = torch.full_like(x, float("nan"))
-                launch(EPS, pdl, x, w, got)
-            if not torch.equal(got.cpu().view(torch.int16), self.out.view(torch.int16)):
-                bad = (got.cpu().view(torch.int16) != self.out.view(torch.int16)).float().mean().item()
-                return f"{bad:.2%} of the output differs"
-        torch.cuda.synchronize()
-        return None
 
 
 def check_loop(pipe: Any) -> None:
@@ -214,29 +185,25 @@ class Bench:
     def __init__(self, op: str, rows: int, hidden_size: int) -> None:
         from benchmarks.measure import count_launches, count_sets
 
-        self.op, elements = op, rows * hidden_size
-        each = 4 * elements + 2 * hidden_size
+        self.case = CASES[op]
+        self.moved = bytes_moved(self.case, rows, hidden_size)
         free, _ = torch.cuda.mem_get_info()
-        sets = count_sets(each, torch.cuda.get_device_properties(0).L2_cache_size, int(free * 0.8))
-        self.moved = (8 if op == "add" else 4) * elements + 2 * hidden_size
+        sets = count_sets(self.moved, torch.cuda.get_device_properties(0).L2_cache_size, int(free * 0.6))
         # Graphs of many small launches are slow to make, and 1500 launches time a microsecond well enough.
         self.launches = min(1500, count_launches(sets, self.moved))
-        shapes = ((rows, hidden_size), (rows, hidden_size), (hidden_size,))
-        self.sets = [
-            [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
-            for _ in range(min(sets, self.launches))
-        ]
+        self.sets = [operands(self.case, rows, hidden_size, "cuda", n) for n in range(min(sets, self.launches))]
+        # torch.mul on as many bytes as the rows that are read: the yardstick of every operation.
+        self.plain = [torch.randn(rows, hidden_size, device="cuda", dtype=torch.bfloat16) for _ in self.sets]
 
     def graph(self, launch: Callable[..., Any] | None) -> Any:
-        """A captured graph; None times torch.mul."""
+        """A captured graph; None times torch.mul over a bf16 tensor of the shape."""
         from benchmarks.measure import Graph
 
         if launch is None:
-            calls = [lambda s=s: torch.mul(s[0], 2, out=s[1]) for s in self.sets]
-        elif self.op == "add":
-            calls = [lambda s=s: launch(EPS, True, s[0], s[1], s[2]) for s in self.sets]
+            pairs = zip(self.plain, self.plain[1:] + self.plain[:1], strict=True)
+            calls = [lambda x=x, y=y: torch.mul(x, 2, out=y) for x, y in pairs]
         else:
-            calls = [lambda s=s: launch(EPS, True, s[0], s[2], s[1]) for s in self.sets]
+            calls = [lambda given=given: call(self.case, launch, given, True) for given in self.sets]
         return Graph(calls, self.launches, contextlib.nullcontext)
 
 
@@ -320,29 +287,28 @@ def tune_shape(run: Run, op: str, rows: int, hidden_size: int, flush: torch.Tens
     more: dict[RowTile, None] = {}
     for tile in ranked[:2]:
         more.update(dict.fromkeys(t for t in second_round(tile, rows <= 256) if t not in times))
-    legal = [t for t in more if t.shared_bytes((2,) if op == "rms" else (2, 2)) <= tiles.shared_limit(run.sm)]
+    legal = [t for t in more if t.shared_bytes(needs(op)) <= tiles.shared_limit(run.sm)]
     run.compile(op, legal)
     again = run.measure(bench, op, rows, [*ranked[:2], *legal], flush)
     mul = min(mul, again.pop("mul"))
     times.update(again)
     ranked = sorted(times, key=times.get)  # type: ignore[arg-type]
     if not ranked:
-        return f"{op:3s} {rows:6d} x {hidden_size:<6d} mul {mul:8.2f}  nothing ran"
-    head = f"{op:3s} {rows:6d} x {hidden_size:<6d} mul {mul:8.2f} ({bench.moved / mul / 1e3:5.0f} GB/s at its time)"
+        return f"{op:9s} {rows:6d} x {hidden_size:<6d} mul {mul:8.2f}  nothing ran"
+    head = f"{op:9s} {rows:6d} x {hidden_size:<6d} mul {mul:8.2f} ({bench.moved / mul / 1e3:5.0f} GB/s at its time)"
     best = [f"{times[t]:8.2f} us {bench.moved / times[t] / 1e3:5.0f} GB/s  {describe(t)}" for t in ranked[:5]]
     return head + "".join(f"\n      {line}" for line in best)
 
 
 def candidates_of(run: Run, op: str, rows: int, hidden_size: int) -> list[RowTile]:
-    loaded, held = ((2,), 2) if op == "rms" else ((2, 2), 4)
-    plans = tiles.plans(hidden_size, 8, loaded, held, run.sm)
-    chosen = next(t for limit, t in plans if limit is None or rows <= limit)
+    table = plans.plans(hidden_size, 8, needs(op), run.sm)
+    chosen = next(t for limit, t in table if limit is None or rows <= limit)
     return list(dict.fromkeys([chosen, *first_round(hidden_size, rows, op, run.sm)]))[: run.options.limit]
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ops", default="rms,add")
+    parser.add_argument("--ops", default="rms,add", help=f"by commas, of {', '.join(CASES)}")
     parser.add_argument("--shapes", default=SHAPES, help="MxH, by commas")
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--json", default="tune_cute.jsonl")
@@ -350,6 +316,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit", type=int, default=60, help="tiles a shape at most, in the first round")
     parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 1)))
+    parser.add_argument("--check-only", action="store_true", help="compile and check the first round, time nothing")
     parser.add_argument("--compile-only", action="store_true", help="compile the first round; needs no GPU")
     return parser.parse_args()
 
@@ -373,6 +340,11 @@ def main() -> int:
             done = [run.library(op, tile) for op, tile in list(run.libraries)]
             compiled = sum(d is not None for d in done)
             print(f"{compiled} compiled, {len(run.failed)} failed, {time.monotonic() - begin:.1f} s")
+            return 1 if run.failed else 0
+        if options.check_only:
+            checked = sum(run.launch(op, tile) is not None for op, tile in list(run.libraries))
+            run.checker.stop()
+            print(f"{checked} right, {len(run.failed)} failed, {time.monotonic() - begin:.1f} s")
             return 1 if run.failed else 0
         flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
         for op, rows, hidden in jobs:

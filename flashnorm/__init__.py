@@ -8,7 +8,15 @@ from __future__ import annotations
 from flashnorm.ahead import gen_norm_module, preload, record
 from flashnorm.api import capabilities, explain
 from flashnorm.core.dispatch import Explanation, backend
+from flashnorm.ops.blocks import fused_add_rmsnorm_fp8_block_quant, rmsnorm_dynamic_quant
+from flashnorm.ops.layernorm import fused_add_layernorm, layernorm, layernorm_quant
 from flashnorm.ops.rmsnorm import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
+from flashnorm.ops.rmsnorm_quant import (
+    fused_add_rmsnorm_quant,
+    gemma_fused_add_rmsnorm_quant,
+    gemma_rmsnorm_quant,
+    rmsnorm_quant,
+)
 
 __version__ = "0.1.0.dev0"
 
@@ -18,11 +26,20 @@ __all__ = [
     "backend",
     "capabilities",
     "explain",
+    "fused_add_layernorm",
     "fused_add_rmsnorm",
+    "fused_add_rmsnorm_fp8_block_quant",
+    "fused_add_rmsnorm_quant",
     "gemma_fused_add_rmsnorm",
+    "gemma_fused_add_rmsnorm_quant",
     "gemma_rmsnorm",
+    "gemma_rmsnorm_quant",
     "gen_norm_module",
+    "layernorm",
+    "layernorm_quant",
     "preload",
     "record",
     "rmsnorm",
+    "rmsnorm_dynamic_quant",
+    "rmsnorm_quant",
 ]

@@ -1,6 +1,7 @@
 """`flashnorm explain OP`: which route serves a call, why each other one does not, and whether its kernel is there yet.
 
-Nothing is built or launched, and the device need not be here.
+Nothing is built or launched, and the device need not be here. A kernel that is there, in a folder of precompiled ones
+or in the cache, serves without the tools that would build it: the answer is what the call itself would get.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from flashnorm import __main__ as cli
 from flashnorm.config import settings
-from flashnorm.core import checks, dispatch, plan
+from flashnorm.core import checks, dispatch, layout, plan
 from flashnorm.core import device as devices
 from flashnorm.core.op import OPS, Op
 from flashnorm.core.tools import tools
@@ -23,14 +24,13 @@ from flashnorm.jit import toolchain
 from flashnorm.jit.env import JitError, Missing
 from flashnorm.program import Variant
 
-DTYPES = {
-    name: dtype
-    for dtype, names in {
-        torch.float32: ("fp32", "f32", "float32", "float"),
-        torch.float16: ("fp16", "f16", "float16", "half"),
-        torch.bfloat16: ("bf16", "bfloat16"),
-    }.items()
-    for name in names
+_NAMES = {
+    "float32": ("fp32", "f32", "float32", "float"),
+    "float16": ("fp16", "f16", "float16", "half"),
+    "bfloat16": ("bf16", "bfloat16"),
+    "float8_e4m3fn": ("e4m3", "e4m3fn", "float8_e4m3fn"),
+    "float8_e5m2": ("e5m2", "float8_e5m2"),
+    "int8": ("int8",),
 }
 
 
@@ -39,8 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="64x4096", metavar="MxH", help="of the input, any rank (default: 64x4096)")
     parser.add_argument("--dtype", default="bf16", help="of the input: fp32, fp16 or bf16 (default: bf16)")
     parser.add_argument("--weight-dtype", metavar="DTYPE", help="default: the input's; none: no weight")
+    parser.add_argument("--bias-dtype", metavar="DTYPE", help="default: the weight's, or the input's; none: no bias")
     parser.add_argument("--residual-dtype", metavar="DTYPE", help="default: the input's")
+    parser.add_argument("--out-dtype", metavar="DTYPE", help="of quantised outputs: e4m3, e5m2 or int8 (default: e4m3)")
     parser.add_argument("--numerics", default="flashinfer", help="a rounding mode (default: flashinfer)")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another option, such as granularity=128 (may be repeated)",
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--arch", metavar="SM", help="a GPU that need not be here, such as sm_107a")
     where.add_argument("--device", metavar="DEVICE", help="cuda:0, cpu, ... (default: the first GPU, else the CPU)")
@@ -71,20 +80,24 @@ def answer(arguments: argparse.Namespace) -> dict[str, Any]:
     op = OPS[arguments.op]
     name, facts, here = _where(arguments)
     variant, dtypes = _variant(op, arguments)
-    explanation = plan.explain(op, facts)
+    ready = frozenset(route for route in op.routes if _is_ready(route, op, variant, facts))
+    explanation = _explanation(op, variant, facts, ready)
     reasons = dict(explanation.reasons)
     routes = []
     for route in dispatch.ROUTES:
-        reason = reasons.get(route)
+        reason, chosen = reasons.get(route), route == explanation.route
+        refusal = dispatch.refusal(route, op.routes, facts, tools())
+        if refusal is not None and chosen:
+            reason = f"its kernel is there, and only building another one fails: {refusal}"
         # What is merely second in line could serve: its kernel is of interest too.
-        serves = dispatch.refusal(route, op.routes, facts, tools()) is None
-        kernel = _kernel(route, variant, facts, here) if serves else None
-        routes.append({"route": route, "chosen": route == explanation.route, "reason": reason, "kernel": kernel})
+        kernel = _kernel(route, variant, facts, here) if refusal is None or route in ready else None
+        routes.append({"route": route, "chosen": chosen, "reason": reason, "kernel": kernel})
     return {
         "op": op.name,
         "shape": list(_shape(arguments.shape)),
         "dtypes": dtypes,
         "numerics": arguments.numerics,
+        "options": dict(text.split("=", 1) for text in arguments.option),
         "device": name,
         "here": here,
         "capability": facts.capability,
@@ -121,36 +134,74 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _dtype(option: str, text: str) -> torch.dtype:
-    if text.lower() not in DTYPES:
-        raise ValueError(f"{option} must be one of fp32, fp16, bf16, got {text!r}")
-    return DTYPES[text.lower()]
+def _dtype(option: str, text: str, accepted: tuple[str, ...]) -> str:
+    dtype = next((dtype for dtype in accepted if text.lower() in _NAMES[dtype]), None)
+    if dtype is None:
+        known = ", ".join(_NAMES[dtype][0] for dtype in accepted)
+        raise ValueError(f"{option} must be one of {known}, got {text!r}")
+    return dtype
 
 
 def _variant(op: Op, arguments: argparse.Namespace) -> tuple[Variant, dict[str, str]]:
-    """The kernel variant of a contiguous call, checked as the call itself is, without any memory."""
-    shape = _shape(arguments.shape)
-    input_dtype = _dtype("--dtype", arguments.dtype)
-    present: dict[str, torch.Tensor | None] = {}
-    for operand in op.operands:
-        if operand.name in op.optional and operand.name != "weight":
-            continue
-        asked = getattr(arguments, f"{operand.name}_dtype", None)
-        if operand.name == "weight" and asked is not None and asked.lower() == "none":
-            continue
-        dtype = input_dtype if asked is None else _dtype(f"--{operand.name}-dtype", asked)
-        of = shape[-1:] if operand.kind == "vec" else shape
-        present[operand.name] = torch.empty(of, dtype=dtype, device="meta")
-    if arguments.residual_dtype is not None and "residual" not in present:
-        raise ValueError(f"{op.name} takes no residual")
-    tensors = [present.get(operand.name) for operand in op.operands]
-    checks.check_tensors(op, tensors)
-    options = {
-        key: checks.check_option(op, key, arguments.numerics) if key == "numerics" else next(iter(values.values()))
+    """The kernel variant of a contiguous call, and its dtypes by what users call the operands."""
+    shape, asked = _shape(arguments.shape), vars(arguments)
+    given = {name: asked[f"{name}_dtype"] for name in ("weight", "bias", "residual", "out")}
+    known = {operand.name for operand in op.operands}
+    for name, text in given.items():
+        if text is not None and name not in known:
+            raise ValueError(f"{op.name} takes no {name}")
+    absent = {name for name in ("weight", "bias") if given[name] is not None and given[name].lower() == "none"}
+    absent |= {operand.name for operand in op.operands if operand.name in op.optional} - {"weight", "bias"}
+    options = _options(op, arguments)
+    program = op.program(frozenset(known - absent), options)
+    checks.check_present(op, [torch.empty(shape, device="meta") if o.name not in absent else None for o in op.operands])
+    dtypes = {"x": _dtype("--dtype", arguments.dtype, program.operands()[0].dtypes)}
+    for operand in program.operands()[1:]:
+        text = given.get(operand.name)
+        first = dtypes["x"] if dtypes["x"] in operand.dtypes else operand.dtypes[0]
+        if operand.like is not None:
+            first = dtypes.get(operand.like, first)
+        elif operand.name == "bias":
+            first = dtypes.get("weight", first)
+        accepted = (first,) if operand.like is not None else operand.dtypes
+        dtypes[operand.name] = first if text is None else _dtype(f"--{operand.name}-dtype", text, accepted)
+    vec = layout.access_width(shape[-1], [(0, 1, (shape[-1],))])
+    variant = Variant(program, tuple(dtypes.values()), shape[-1], vec=vec)
+    return variant, {op.labels.get(name, name): dtype for name, dtype in dtypes.items()}
+
+
+def _options(op: Op, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Every option of the operator: the first of its values where the command line names none."""
+    chosen = dict(text.split("=", 1) if "=" in text else (text, "") for text in arguments.option)
+    unknown = sorted(set(chosen) - set(op.options) | {"numerics"} & set(chosen))
+    if unknown:
+        others = ", ".join(sorted(set(op.options) - {"numerics"})) or "no further option"
+        raise ValueError(f"--option: {op.name} takes {others}, got {', '.join(unknown)}")
+    chosen["numerics"] = arguments.numerics
+    return {
+        key: checks.check_option(op, key, chosen[key]) if key in chosen else next(iter(values.values()))
         for key, values in op.options.items()
     }
-    variant, _ = plan.normalise(op, op.program(frozenset(present), options), tensors)
-    return variant, {op.labels.get(name, name): checks.dtype_name(t) for name, t in present.items() if t is not None}
+
+
+# ------------------------------------------------------------------ which route
+def _is_ready(route: str, op: Op, variant: Variant, facts: devices.DeviceFacts) -> bool:
+    """Whether the route serves this device with a kernel that is there, whatever tools are missing."""
+    if dispatch.refusal(route, op.routes, facts, tools(), frozenset({route})) is not None:
+        return False
+    return plan._there(route, plan.target_of(facts), variant)
+
+
+def _explanation(op: Op, variant: Variant, facts: devices.DeviceFacts, ready: frozenset[str]) -> dispatch.Explanation:
+    """The dispatcher's answer to this very call; `plan.explain` knows the operator and the device alone."""
+    this = (plan.target_of(facts), variant)
+    failed = {route: reason for (route, *what), reason in plan._failed.items() if tuple(what) == this}
+    for route in ("cute", "cuda", "cpu") if settings.disable_jit else ():
+        possible = dispatch.refusal(route, op.routes, facts, tools(), frozenset({route})) is None
+        if possible and route not in ready:
+            failed.setdefault(route, "its kernel is not there, and FLASHNORM_DISABLE_JIT forbids building it")
+    forced = dispatch.forced_route(settings.backend, settings.use_cuda_norm)
+    return dispatch.choose(op.name, op.routes, facts, tools(), forced, tuple(failed.items()), ready | plan.unbuilt())
 
 
 # ------------------------------------------------------------------ the kernel behind a route
@@ -189,8 +240,9 @@ def _nvcc_target(arch: str) -> str:
 
 def _print(found: dict[str, Any]) -> None:
     console = cli.console()
-    dtypes = ", ".join(f"{name} {dtype}" for name, dtype in found["dtypes"].items() if name != "out")
+    dtypes = ", ".join(f"{name} {dtype}" for name, dtype in found["dtypes"].items())
     title = f"{found['op']}, {'x'.join(map(str, found['shape']))}, {dtypes}, {found['numerics']}"
+    title += "".join(f", {name} {value}" for name, value in found["options"].items())
     where = found["device"] + ("" if found["here"] else " (not here)")
     if found["capability"]:
         where += " compute capability {}.{}".format(*found["capability"])

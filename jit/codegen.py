@@ -4,15 +4,16 @@ The unit says which stages make up the program and which operand each of them ta
 is in `csrc/`. A dataclass `Affine(offset=1.0, round_norm=False)` whose weight is bfloat16 becomes
 
     struct Map0Options {
-      using Input = bf16;                       // dtype of the program's first operand
+      using Input = bf16;                       // T, what "rounded" means (program.rounding)
       static constexpr float kOffset = 0x1p+0f;  // every field of the dataclass that names no operand
       static constexpr bool kRoundNorm = false;
     };
     using Map0 = Affine<Map0Options, bf16>;     // the dataclass's name, its operands' dtypes
 
 and is filled with its operands (references, in the order of `stage.operands()`) and then its run-time
-scalars. A new stage needs a dataclass in `program.py` and a struct in `csrc/flashnorm/stages.cuh`; this
-file learns nothing about it.
+scalars. A field that says a word, `cap="device"`, becomes an enumerator, `Cap kCap = Cap::kDevice` (kNone for
+the empty word). A new stage needs a dataclass in `program.py` and a struct in `csrc/flashnorm/stages/`; this file
+learns nothing about it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, Literal
 
-from ..program import Operand, RowProgram, Stage
+from ..program import Operand, RowProgram, Stage, rounding
 
 Route = Literal["cuda", "cpu"]
 
@@ -28,6 +29,12 @@ CPP_TYPES = {
     "float32": "float",
     "float16": "f16",
     "bfloat16": "bf16",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+    "int8": "int8_t",
+    "uint8": "uint8_t",
+    "int32": "int32_t",
+    "int64": "int64_t",
 }
 
 # What a route includes; each defines flashnorm::launch_rows(program, operands, enable_pdl).
@@ -36,10 +43,23 @@ HEADERS: dict[Route, str] = {
     "cpu": "flashnorm/cpu/launch.h",
 }
 
-_REFERENCES = {"row": "row", "vec": "row", "per_row": "per_row", "scalar": "scalar"}
+# The function of ffi/operands.h that binds an operand of a kind.
+_REFERENCES = {
+    "row": "row",
+    "vec": "row",
+    "pool": "pool",
+    "per_row": "per_row",
+    "per_pool": "per_pool",
+    "scalar": "scalar",
+    "blocks": "blocks",
+}
 
 
-def _constant(value: Any) -> tuple[str, str]:
+def _pascal(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def _constant(name: str, value: Any) -> tuple[str, str]:
     """The C++ type and literal of a dataclass field."""
     if isinstance(value, bool):
         return "bool", "true" if value else "false"
@@ -48,7 +68,7 @@ def _constant(value: Any) -> tuple[str, str]:
     if isinstance(value, float):
         return "float", f"{value.hex()}f"  # hexadecimal: exact
     if isinstance(value, str):
-        return "char", f'"{value}"'
+        return _pascal(name), f"{_pascal(name)}::k{_pascal(value) or 'None'}"
     raise TypeError(f"a stage field of type {type(value).__name__} has no C++ form")
 
 
@@ -59,10 +79,8 @@ def _options(name: str, stage: Stage, input_type: str) -> list[str]:
         value = getattr(stage, field.name)
         if value in own:
             continue  # it says where a result goes; the operand list has said so already
-        ctype, literal = _constant(value)
-        pascal = "".join(part.capitalize() for part in field.name.split("_"))
-        array = "[]" if ctype == "char" else ""
-        lines.append(f"  static constexpr {ctype} k{pascal}{array} = {literal};")
+        ctype, literal = _constant(field.name, value)
+        lines.append(f"  static constexpr {ctype} k{_pascal(field.name)} = {literal};")
     return [*lines, "};"]
 
 
@@ -73,7 +91,9 @@ class _Unit:
             raise ValueError(f"{len(dtypes)} dtypes for {len(self.operands)} operands")
         self.index = {operand.name: i for i, operand in enumerate(self.operands)}
         self.types = {operand.name: CPP_TYPES[dtype] for operand, dtype in zip(self.operands, dtypes, strict=True)}
-        self.input_type = self.types[self.operands[0].name]
+        self.input_type = CPP_TYPES[rounding(program, dtypes)]
+        # Where rows are picked from a pool, it is the output that says how many there are.
+        self.grid = next(i for i, operand in enumerate(self.operands) if operand.kind == "row")
         self.lines: list[str] = []
 
     def stage(self, name: str, stage: Stage) -> str:
@@ -82,7 +102,8 @@ class _Unit:
         self.lines += _options(name, stage, self.input_type)
         arguments = ", ".join([f"{name}Options", *(self.types[operand.name] for operand in own)])
         self.lines += [f"using {name} = {type(stage).__name__}<{arguments}>;", ""]
-        return "{" + ", ".join([*map(self._reference, own), *(f"float({s})" for s in stage.scalars())]) + "}"
+        bound = [self._reference(operand, name) for operand in own]
+        return "{" + ", ".join([*bound, *(f"float({scalar})" for scalar in stage.scalars())]) + "}"
 
     def chain(self, name: str, stages: tuple[Stage, ...]) -> tuple[str, str]:
         """The type and initialiser of several stages in a row."""
@@ -92,10 +113,12 @@ class _Unit:
             init = f"{{{initialiser}, {init}}}"
         return f"Chain<{', '.join(names)}>", init
 
-    def _reference(self, operand: Operand) -> str:
+    def _reference(self, operand: Operand, stage: str) -> str:
         const = "" if operand.written else "const "
-        kind = _REFERENCES[operand.kind]
-        return f"operands.{kind}<{const}{self.types[operand.name]}>({self.index[operand.name]})"
+        arguments = str(self.index[operand.name])
+        if operand.kind == "blocks":  # how many values a row has is the stage's business
+            arguments += f", {stage}::columns(operands.hidden_size())"
+        return f"operands.{_REFERENCES[operand.kind]}<{const}{self.types[operand.name]}>({arguments})"
 
 
 def unit(program: RowProgram, dtypes: tuple[str, ...], route: Route) -> str:
@@ -139,7 +162,7 @@ def unit(program: RowProgram, dtypes: tuple[str, ...], route: Route) -> str:
             "",
             f"void launch({', '.join(parameters)}) {{",
             f"  const TensorView tensors[] = {{{', '.join(names)}}};",
-            f"  Operands operands(tensors, {len(names)});",
+            f"  Operands operands(tensors, {len(names)}, {out.grid});",
             "  const Program program{",
             *(f"      {init},  // {member}" for member, (_, init) in members.items()),
             "  };",

@@ -1,4 +1,4 @@
-"""What an RMSNorm must give, from the formula in fp64.
+"""What a norm must give, from the formula in fp64.
 
 Written from the contract alone: `h` as rounded to fp32, the formula in fp64, a rounding at each
 place where the mode has one and nowhere else. Nothing here knows an order of summation. Beside it,
@@ -8,6 +8,7 @@ are made relative to them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,11 @@ _FORMAT = {
     torch.float32: (24, -126, float.fromhex("0x1.fffffep+127")),
     torch.float16: (11, -14, 65504.0),
     torch.bfloat16: (8, -126, float.fromhex("0x1.fep+127")),
+    torch.float8_e4m3fn: (4, -6, 448.0),
+    torch.float8_e5m2: (3, -14, 57344.0),
 }
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LLAMA = ("hf-llama", "vllm")
 GEMMA = ("hf-gemma", "torch", "cake")
 
@@ -27,11 +32,12 @@ class Expected:
     """The oracle's answer.
 
     Attributes:
-        out: the result in fp64, rounded at the mode's inner places but not at the last one.
-        rounded: `out` rounded once to the dtype of the output.
+        out: the norm in fp64, rounded at the mode's inner places but not at the last one.
+        rounded: `out` rounded once to T, the dtype of the input (of an int8 input: of the result or the weight).
         residual: the stored sum, in the residual's dtype, or None.
-        rstd: fp64, the input's shape without the last dimension.
-        judged: bool of rstd's shape; the rows whose mean square is a normal fp32 number.
+        rstd: fp64, the shape of the rows.
+        judged: bool of rstd's shape; the rows whose mean square (variance) is a normal fp32 number.
+        operand: where the result is a difference, the largest magnitude in each row of what is subtracted, or None.
     """
 
     out: torch.Tensor
@@ -39,6 +45,7 @@ class Expected:
     residual: torch.Tensor | None
     rstd: torch.Tensor
     judged: torch.Tensor
+    operand: torch.Tensor | None = None
 
 
 def _power(exponent: torch.Tensor) -> torch.Tensor:
@@ -47,7 +54,12 @@ def _power(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def round_to(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp64 to `dtype` in one rounding, nearest even (torch's own cast goes through fp32 and rounds twice)."""
+    """fp64 to `dtype` in one rounding, nearest even (torch's own cast goes through fp32 and rounds twice).
+
+    8-bit codes saturate; in int8 a NaN is 0.
+    """
+    if dtype == torch.int8:
+        return torch.round(values.nan_to_num(nan=0.0)).clamp(-127, 127).to(torch.int8)
     bits, low, largest = _FORMAT[dtype]
     assert values.dtype == torch.float64
     values = values.contiguous()
@@ -56,8 +68,92 @@ def round_to(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     finite = values.isfinite()
     steps = torch.where(finite, values, 0.0) * _power(-quantum)
     near = torch.round(steps) * _power(quantum)  # torch.round is nearest even; the products are exact
-    near = torch.where(near.abs() > largest, torch.copysign(torch.full_like(near, torch.inf), near), near)
-    return torch.where(finite, near, values).to(dtype)
+    beyond = largest if dtype in CODES else torch.inf
+    near = torch.where(near.abs() > largest, torch.copysign(torch.full_like(near, beyond), near), near)
+    near = torch.where(finite, near, values)
+    return (near.clamp(-largest, largest) if dtype in CODES else near).to(dtype)
+
+
+def _loaded(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    index: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """h as rounded to fp32, in fp64: the input, or its product with a scale, or its sum with a residual."""
+    h = x.double()
+    if input_scale is not None:
+        scale = input_scale.double().flatten()
+        h = round_to(h * (scale if scale.numel() == 1 else scale.view(*x.shape[:-1], 1)), torch.float32).double()
+    if index is not None:
+        there = (index >= 0) & (index < len(x))
+        h = torch.where(there.unsqueeze(-1), h[torch.where(there, index, 0).long()], torch.nan)
+    if residual is not None:
+        total = h + residual.double()  # exact enough to be rounded once more: see below
+        h32 = h.float() + residual.float()  # "h as rounded to fp32" is one fp32 addition
+        both = total.isfinite() & h32.isfinite()
+        assert bool(((h32.double() - total).abs() <= total.abs() * 2.0**-24 + 2.0**-150)[both].all())
+        h = h32.double()
+    return h
+
+
+def norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    centred: bool = False,
+    eps: float = 1e-6,
+    numerics: str = "flashinfer",
+    offset: float = 0.0,
+    index: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    out: torch.dtype | None = None,
+) -> Expected:
+    """h * rstd * (w + offset), or (h - mean) * rstd * w + b, over the last dimension.
+
+    Args:
+        x: [..., H], fp32, fp16 or bf16, or int8 with an input_scale; [P, H] with an index.
+        weight: broadcasts against the rows, or None.
+        residual: x's shape, or None.
+        bias: broadcasts against the rows, or None.
+        centred: LayerNorm rather than RMSNorm.
+        eps: taken as the fp32 number it rounds to.
+        numerics: a public mode.
+        offset: added to the weight.
+        index: which row of x each row is.
+        input_scale: one element, or one for each row of x.
+        out: dtype of the result, which an int8 input takes T from.
+    """
+    x, weight, residual, bias, index, input_scale = (
+        None if t is None else t.detach().cpu() for t in (x, weight, residual, bias, index, input_scale)
+    )
+    assert x is not None
+    given = (x.dtype, out, None if weight is None else weight.dtype, torch.bfloat16)
+    rounding = next(dtype for dtype in given if dtype in FLOATS)
+    stored, h = None, _loaded(x, residual, index, input_scale)
+    if residual is not None:
+        stored = round_to(h, residual.dtype)
+        if numerics != "flashinfer":
+            h = stored.double()
+    eps32 = torch.tensor(eps, dtype=torch.float32).double()
+    if centred:
+        h = h - h.mean(-1, keepdim=True)
+    mean_square = h.square().mean(-1)
+    rstd = 1.0 / torch.sqrt(mean_square + eps32)
+    y = h * rstd.unsqueeze(-1)
+    llama = weight is not None and numerics in LLAMA and not offset and not centred
+    if weight is not None:
+        y = (round_to(y, rounding).double() if llama else y) * (weight.double() + offset)
+    operand = None
+    if centred:
+        operand = y.abs().amax(-1)
+        if bias is not None:
+            operand = torch.maximum(operand, bias.double().abs().amax(-1))
+            y = y + bias.double()
+    judged = (mean_square >= 2.0**-126) & (mean_square <= _FORMAT[torch.float32][2])
+    return Expected(y, round_to(y, rounding), stored, rstd, judged, operand)
 
 
 def rms_norm(
@@ -69,39 +165,42 @@ def rms_norm(
     numerics: str = "flashinfer",
     offset: float = 0.0,
 ) -> Expected:
-    """x * rstd * (w + offset) over the last dimension; with a residual, of x + residual.
+    """x * rstd * (w + offset) over the last dimension; with a residual, of x + residual."""
+    return norm(x, weight, residual, eps=eps, numerics=numerics, offset=offset)
 
-    Args:
-        x: [..., H], fp32, fp16 or bf16.
-        weight: broadcasts against x, or None.
-        residual: x's shape, or None.
-        eps: taken as the fp32 number it rounds to.
-        numerics: a public mode.
-        offset: added to the weight.
-    """
-    x, weight, residual = (None if t is None else t.detach().cpu() for t in (x, weight, residual))
-    assert x is not None
-    stored = None
-    h = x.double()
-    if residual is not None:
-        total = h + residual.double()  # exact enough to be rounded once more: see below
-        h32 = x.float() + residual.float()  # "h as rounded to fp32" is one fp32 addition
-        both = total.isfinite() & h32.isfinite()
-        assert bool(((h32.double() - total).abs() <= total.abs() * 2.0**-24 + 2.0**-150)[both].all())
-        h = h32.double()
-        stored = round_to(h, residual.dtype)
-        if numerics != "flashinfer":
-            h = stored.double()
-    eps32 = torch.tensor(eps, dtype=torch.float32).double()
-    mean_square = h.square().mean(-1)
-    rstd = 1.0 / torch.sqrt(mean_square + eps32)
-    out = h * rstd.unsqueeze(-1)
-    if weight is not None:
-        if numerics in LLAMA and not offset:
-            out = round_to(out, x.dtype).double()
-        out = out * (weight.double() + offset)
-    judged = (mean_square >= 2.0**-126) & (mean_square <= _FORMAT[torch.float32][2])
-    return Expected(out, round_to(out, x.dtype), stored, rstd, judged)
+
+# ------------------------------------------------------------------ scales
+def largest(dtype: torch.dtype) -> float:
+    """The value of a format's largest finite code."""
+    return 127.0 if dtype == torch.int8 else _FORMAT[dtype][2]
+
+
+def each_block(values: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., H] as [rows, blocks, size] (0: one block), zeros where the last block ends early."""
+    hidden = values.shape[-1]
+    size = size or hidden
+    flat = values.reshape(math.prod(values.shape[:-1]), hidden)
+    return torch.nn.functional.pad(flat, (0, -hidden % size)).view(len(flat), -1, size)
+
+
+def block_scales(
+    norm: torch.Tensor, size: int, dtype: torch.dtype, *, floor: float, power: bool = False, cap: float | None = None
+) -> torch.Tensor:
+    """amax / Q of each block, [rows, blocks], in fp64; `power`: the smallest power of two that is not below it."""
+    a = each_block(norm.double(), size).abs().amax(-1)
+    a = a.clamp(min=float(torch.tensor(floor)), max=None if cap is None else float(torch.tensor(cap)))
+    scale = a / largest(dtype)
+    if not power:
+        return scale
+    part, exponent = torch.frexp(scale)
+    return torch.exp2((exponent - (part == 0.5).long()).clamp(-127, 127).double())
+
+
+def quotients(norm: torch.Tensor, scale: torch.Tensor, size: int) -> torch.Tensor:
+    """The fp64 norm divided by the stored scale of its block, [..., H]."""
+    hidden = norm.shape[-1]
+    whole = each_block(norm.double(), size) / scale.double().unsqueeze(-1)
+    return whole.view(whole.shape[0], -1)[:, :hidden].reshape(norm.shape)
 
 
 # ------------------------------------------------------------------ eager PyTorch
@@ -128,10 +227,15 @@ def eager(
     eps: float = 1e-6,
     numerics: str = "flashinfer",
     offset: float = 0.0,
+    bias: torch.Tensor | None = None,
+    centred: bool = False,
 ) -> torch.Tensor:
     """What a user without this library would write in the same dtype, for comparison of errors."""
     if residual is not None:
         x = (x + residual).to(x.dtype)
+    if centred:
+        weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
     if offset and weight is not None:
         return gemma_module(x, weight, eps)
     if numerics in LLAMA:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 from functools import partial
 from types import SimpleNamespace
@@ -11,45 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import flashnorm
-from benchmarks import bench, measure, peers, report, roofline
-from flashnorm.program import Operand
+from benchmarks import bench, measure, peers, report, run
+from benchmarks.entry import Bench
 
 BF16 = torch.bfloat16
-
-
-# ------------------------------------------------------------------ bytes, sets, launches
-def test_bytes_come_from_the_operand_list() -> None:
-    operands = (
-        Operand("x", "row", "inout"),
-        Operand("residual", "row", "inout"),
-        Operand("weight", "vec"),
-        Operand("out", "row", "out"),
-        Operand("rstd", "per_row", "out", "float32"),
-    )
-    assert roofline.bytes_moved(operands, 3, 100, BF16) == 2 * 600 + 2 * 600 + 200 + 600 + 12
-    assert roofline.bytes_moved(peers.operands("rmsnorm"), 4, 64, BF16) == 4 * 64 * 2 * 2 + 64 * 2
-    assert roofline.bytes_moved(peers.operands("fused_add_rmsnorm"), 4, 64, BF16) == 4 * 64 * 2 * 4 + 64 * 2
-
-
-@pytest.mark.parametrize("shape", bench.TABLE)
-@pytest.mark.parametrize("op", ["rmsnorm", "fused_add_rmsnorm"])
-def test_buffers_are_cold_and_graphs_long_enough(op: str, shape: tuple[int, int]) -> None:
-    cache = 60 << 20
-    size = peers.set_bytes(op, *shape, BF16)
-    sets = measure.count_sets(size, cache, 14 << 30)
-    assert 3 <= sets <= measure.MAX_LAUNCHES
-    assert sets * size >= 1.4 * cache  # 3 caches, but for the smallest shape
-    assert sets * size <= 14 << 30
-    moved = roofline.bytes_moved(peers.operands(op), *shape, BF16)
-    launches = measure.count_launches(sets, moved)
-    assert launches >= sets
-    assert launches * max(1.2, moved / 4.8e6) >= 200  # us, on the fastest device this knows
-
-
-def test_sets_shrink_with_memory() -> None:
-    assert measure.count_sets(1 << 30, 60 << 20, 2 << 30) == 2
-    assert measure.count_sets(1 << 30, 60 << 20, 1 << 20) == 1
+CPU = torch.device("cpu")
 
 
 # ------------------------------------------------------------------ graphs, with a fake device
@@ -146,87 +113,74 @@ def test_graph_rotates_sets_and_notices_what_writes_nothing(fake_cuda: _Recorder
     assert times["b"].us == pytest.approx(1500 / 4)
 
 
-# ------------------------------------------------------------------ report and bars
-def _row(contender: str, kind: str, us: float | None, shape=(1, 4096), op="rmsnorm", moved=1 << 20) -> dict:
-    return {
-        "op": op, "M": shape[0], "H": shape[1], "dtype": "bfloat16", "device": "cuda", "contender": contender,
-        "kind": kind, "us": us, "us_min": us, "us_max": us, "bytes": moved, "gbps": us and moved / us / 1e3,
-        "to_best_peer": None, "of_ceiling": None, "error_l2": 0.0, "prepare_s": 0.1, "sets": 3, "launches": 3,
-        "failure": None if us else "RuntimeError: no",
-    }  # fmt: skip
-
-
-def _report(cute: float, wide: float, cuda: float, host: float) -> dict:
-    rows = []
-    for shape, ours, factor in (((1, 4096), cute, 1.0), ((4096, 65536), wide, 100.0)):
-        here = [
-            _row("mul", "ceiling", factor, shape),
-            _row("flashnorm cute", "ours", ours, shape),
-            _row("flashnorm cuda", "ours", cuda * factor, shape),
-            _row("flashinfer cute", "peer", 1.4 * factor, shape),
-            _row("flashinfer cuda", "peer", 1.9 * factor, shape),
-            _row("quack", "peer", None, shape),
-        ]
-        report.relate(here)
-        rows += here
-    costs = {"flashnorm cute": host, "flashnorm cute, bare launch": 5.0, "flashinfer cute": 17.0}
-    hosts = [{"op": "rmsnorm", "contender": k, "us": v, "us_min": v, "us_max": v} for k, v in costs.items()]
-    return {"rows": rows, "host": hosts, "skipped": [], "machine": {"capability": "9.0"}, "checks": []}
-
-
-def test_bars_cleared() -> None:
-    made = _report(cute=1.3, wide=104.0, cuda=1.25, host=6.5)
-    assert all(entry["ok"] for entry in report.check(made)), report.check_table(made["checks"])
-    text = report.table(made)
-    assert "| 1 x 4096 | 1.00 (1049) | 1.30 (807) | **1.25 (839)** |" in text
-    assert "rmsnorm 1x4096 quack: RuntimeError: no" in text
-
-
-@pytest.mark.parametrize(
-    ("change", "bar"),
-    [
-        ({"cute": 1.46}, "cute against fastest peer"),
-        ({"wide": 110.0}, "cute on wide rows"),
-        ({"cute": 1.4, "wide": 138.0}, "cute / fastest peer, geomean"),
-        ({"cuda": 1.6}, "cuda / cute, geomean"),
-        ({"cuda": 1.95}, "cuda against flashinfer cuda"),
-        ({"host": 7.2}, "host: flashnorm cute / flashnorm cute, bare launch"),
-        ({"host": 10.5}, "host: flashnorm cute / flashinfer cute"),
-    ],
-)
-def test_bars_missed(change: dict, bar: str) -> None:
-    good = {"cute": 1.3, "wide": 104.0, "cuda": 1.25, "host": 6.5}
-    made = _report(**{**good, **change})
-    assert bar in {entry["bar"] for entry in report.check(made) if not entry["ok"]}
-
-
-def test_a_hair_slower_than_a_peer_is_noise() -> None:
-    assert [e for e in report.check(_report(1.449, 104.0, 1.25, 6.5)) if not e["ok"]] == []
-
-
 # ------------------------------------------------------------------ the loop
 def test_arguments() -> None:
     args = bench.parse(["--shapes", "1x8,2x16", "--peers", "torch", "--ops", "rmsnorm", "--device", "cpu"])
     assert (args.shapes, args.peers, args.ops, args.routes) == (((1, 8), (2, 16)), ("torch",), ("rmsnorm",), ("cpu",))
+    assert set(bench.parse(["--peers", "all"]).peers) >= {"torch", "torch.compile", "quack", "flashinfer cuda"}
     with pytest.raises(argparse.ArgumentTypeError):
         bench.parse_shapes("1x2x3")
+    for wrong in (["--ops", "nonesuch"], ["--peers", "nonesuch"]):
+        with pytest.raises(SystemExit):
+            bench.parse(wrong)
+
+
+def test_help_names_every_operator(capsys) -> None:
     with pytest.raises(SystemExit):
-        bench.parse(["--ops", "nonesuch"])
+        bench.parse(["--help"])
+    printed = "".join(capsys.readouterr().out.split())
+    assert all(name in printed for name in peers.BENCHES)
 
 
-def test_loop_on_the_cpu(tmp_path, capsys) -> None:
+def test_every_operator_has_its_own_table() -> None:
+    made = run.Run(bench.parse(["--device", "cpu", "--shapes", "table"]), [])
+    work = [(entry.name, shape) for entry, shape in made.work()]
+    assert len(work) == len(set(work)) == sum(len(entry.shapes) for entry in peers.BENCHES.values())
+    assert ("layernorm", (16384, 7168)) in work and ("rmsnorm_quant", (4096, 65536)) not in work
+    assert ("rmsnorm", (2048, 131072)) in work and ("fused_add_rmsnorm_fp8_block_quant", (8, 7168)) in work
+    some = run.Run(bench.parse(["--device", "cpu", "--shapes", "3x64", "--ops", "rmsnorm,layernorm"]), [])
+    assert [(entry.name, shape) for entry, shape in some.work()] == [("rmsnorm", (3, 64)), ("layernorm", (3, 64))]
+
+
+@pytest.fixture
+def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few buffer sets, short host blocks: the loop is looked at, not the clock."""
+    monkeypatch.setattr(run, "_CPU_CACHE", 1 << 12)
+    monkeypatch.setattr(run, "time_cpu", partial(measure.time_cpu, block_ms=1.0))
+    monkeypatch.setattr(run, "time_host", partial(measure.time_host, blocks=2, block=3))
+
+
+def test_loop_on_the_cpu(tmp_path, capsys, small_cache) -> None:
     out = tmp_path / "deep" / "bench.json"
-    arguments = ["--device", "cpu", "--routes", "torch", "--peers", "torch", "--shapes", "2x64,3x40", "--repeats", "2"]
-    assert bench.main([*arguments, "--no-host", "--json", str(out), "--budget", "100"]) == 0
+    arguments = [
+        "--device",
+        "cpu",
+        "--routes",
+        "torch",
+        "--peers",
+        "torch",
+        "--shapes",
+        "2x128,3x384",
+        "--repeats",
+        "2",
+    ]
+    assert bench.main([*arguments, "--json", str(out), "--budget", "100", "--check"]) == 0
     made = json.loads(out.read_text())
     assert made["schema"] == report.SCHEMA
     assert {row["contender"] for row in made["rows"]} == {"mul", "flashnorm torch", "torch"}
     assert len(made["rows"]) == 3 * 2 * len(peers.BENCHES)
     assert all(row["us"] > 0 and row["failure"] is None for row in made["rows"])
-    assert "| 3 x 40 |" in capsys.readouterr().out
+    assert made["skipped"] == []
+    assert {(entry["op"], entry["contender"]) for entry in made["host"]} == {
+        (name, contender) for name in peers.BENCHES for contender in ("flashnorm torch", "torch", "torch.empty_like")
+    }
+    assert all(entry["us"] > 0 for entry in made["host"])
+    printed = capsys.readouterr().out
+    assert printed.count("| 3 x 384 |") == len(peers.BENCHES)
+    assert all(f"**{name}**, bfloat16" in printed for name in peers.BENCHES)
 
 
-def test_failing_and_wrong_contenders_are_left_out(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_failing_and_wrong_contenders_are_left_out(monkeypatch: pytest.MonkeyPatch, small_cache) -> None:
     def broken(t):
         raise ImportError("not installed here")
 
@@ -235,62 +189,96 @@ def test_failing_and_wrong_contenders_are_left_out(monkeypatch: pytest.MonkeyPat
         "broken": broken,
         "wrong": lambda t: partial(torch.mul, t.x, 3, out=t.out),
     }
-    entry = peers.Bench(peers.BENCHES["rmsnorm"].ours, binds, cpu=tuple(binds))
-    monkeypatch.setitem(peers.BENCHES, "rmsnorm", entry)
+    entry = dataclasses.replace(peers.BENCHES["rmsnorm"], peers=binds, cpu=tuple(binds))
     args = bench.parse(["--device", "cpu", "--routes", "torch", "--ops", "rmsnorm", "--repeats", "2"])
-    run = bench.Run(args, [])
-    run.measure("rmsnorm", (4, 32))
-    rows = {row["contender"]: row for row in run.report["rows"]}
+    args.peers = tuple(binds)
+    made = run.Run(args, [])
+    made.measure(entry, (4, 32))
+    made.host(entry)
+    rows = {row["contender"]: row for row in made.report["rows"]}
     assert rows["torch"]["us"] > 0
     assert rows["broken"]["failure"] == "ImportError: not installed here"
     assert rows["wrong"]["failure"].startswith("wrong result")
     assert rows["wrong"]["us"] is None
+    hosts = {row["contender"]: row for row in made.report["host"]}
+    assert (hosts["broken"]["us"], hosts["broken"]["failure"]) == (None, "ImportError: not installed here")
+    assert hosts["torch"]["us"] > 0 and hosts["torch"]["failure"] is None
 
 
-def test_loop_on_a_fake_gpu(fake_cuda: _Recorder, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """The device path, its graphs replayed by Python and its buffers on the CPU."""
+def test_loop_on_a_fake_gpu(fake_cuda: _Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device path of every operator, its graphs replayed by Python and its buffers on the CPU."""
 
     class Recorded(measure.Graph):
         def __init__(self, calls, launches, context) -> None:
             super().__init__([fake_cuda.wrap(call) for call in calls], launches, context)
 
-    original = peers.make_sets
-    cpu = torch.device("cpu")
+    original = Bench.make_sets
     properties = SimpleNamespace(L2_cache_size=1 << 12)
-    monkeypatch.setattr(bench, "Graph", Recorded)
-    monkeypatch.setattr(peers, "make_sets", lambda *args: original(*args[:-1], cpu))
+    monkeypatch.setattr(run, "Graph", Recorded)
+    monkeypatch.setattr(run, "count_launches", lambda sets, moved: sets + 1)
+    monkeypatch.setattr(Bench, "make_sets", lambda *args: original(*args[:-1], CPU))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 24, 1 << 24))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    binds = {"torch": peers.BENCHES["rmsnorm"].peers["torch"], "wrong": lambda t: partial(torch.mul, t.x, 3, out=t.out)}
-    monkeypatch.setitem(peers.BENCHES, "rmsnorm", peers.Bench(peers.BENCHES["rmsnorm"].ours, binds))
-    run = bench.Run(bench.parse(["--device", "cpu", "--routes", "torch", "--repeats", "2"]), [])
-    run.device = torch.device("cuda")
-    run.args.peers = tuple(binds)
-    for op in ("rmsnorm", "fused_add_rmsnorm"):
-        run.measure(op, (4, 32))
-    rows = {(row["op"], row["contender"]): row for row in run.report["rows"]}
-    assert run.report["skipped"] == []
-    assert rows["rmsnorm", "wrong"]["failure"].startswith("wrong result")
-    for name in ("mul", "flashnorm torch", "torch"):
-        for op in ("rmsnorm", "fused_add_rmsnorm"):
+    made = run.Run(bench.parse(["--device", "cpu", "--routes", "torch", "--repeats", "2"]), [])
+    made.device = torch.device("cuda")
+    made.args.peers = ("torch", "wrong")
+    for entry in peers.BENCHES.values():
+        wrong = {"wrong": lambda t: partial(torch.mul, t.x, 3, out=t.x)}
+        made.measure(dataclasses.replace(entry, peers={"torch": entry.peers["torch"], **wrong}), (4, 128))
+    rows = {(row["op"], row["contender"]): row for row in made.report["rows"]}
+    assert made.report["skipped"] == []
+    for op in peers.BENCHES:
+        assert rows[op, "wrong"]["failure"].startswith("wrong result")
+        for name in ("mul", "flashnorm torch", "torch"):
             row = rows[op, name]
             assert row["failure"] is None
             assert row["us"] == pytest.approx(1500 / row["launches"])
-            assert row["launches"] >= row["sets"] >= 3
+            assert row["launches"] > row["sets"] >= 3
 
 
 def test_out_of_time_is_said(capsys) -> None:
     assert bench.main(["--device", "cpu", "--routes", "torch", "--peers", "none", "--no-host", "--budget", "0"]) == 0
-    assert "rmsnorm 1x4096: out of time" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert all(f"{name} 1x4096: out of time" in printed for name in peers.BENCHES)
 
 
-def test_contenders_run_under_their_route() -> None:
-    found = {c.name: c for c in peers.contenders("rmsnorm", ("cute", "cuda", "cpu"), (), "cuda")}
-    assert list(found) == ["mul", "flashnorm cute", "flashnorm cuda"]
-    from flashnorm.core.dispatch import forced_here
+def test_first_calls_use_the_time_of_the_builds(monkeypatch: pytest.MonkeyPatch, small_cache, capsys) -> None:
+    """They are made while something is built, each once, and never of what is being built."""
 
-    with found["flashnorm cuda"].context():
-        assert forced_here() == "cuda"
-    assert forced_here() is None
-    assert flashnorm.backend is found["flashnorm cuda"].context.func
+    class Endless:
+        def __init__(self, todo, names) -> None:
+            assert names == ()  # nothing of FlashInfer on a CPU
+
+        def done(self) -> bool:
+            return False
+
+        def wait(self, seconds: float) -> None:
+            assert seconds > 0
+
+    called: list[str] = []
+
+    def count(name, bind):
+        def counted(t):
+            called.append(name)
+            return bind(t)
+
+        return counted
+
+    entry = peers.BENCHES["layernorm"]
+    entry = dataclasses.replace(
+        entry, peers={"torch": count("torch", entry.peers["torch"])}, ours=count("ours", entry.ours)
+    )
+    monkeypatch.setattr(run, "Builds", Endless)
+    monkeypatch.setitem(peers.BENCHES, "layernorm", entry)
+    args = ["--device", "cpu", "--routes", "torch", "--ops", "layernorm", "--shapes", "2x64,2x128", "--repeats", "2"]
+    made = run.Run(bench.parse([*args, "--peers", "torch"]), [])
+    work = made.work()
+    with torch.no_grad():
+        made.prepare(work)
+        assert called == ["torch", "torch"]
+        made.measure(*work[0])
+    assert made.report["rows"] and all(row["failure"] is None for row in made.report["rows"])
+    sets = made.report["rows"][0]["sets"]
+    assert called[2] == "ours"
+    assert called.count("torch") == 2 + sets and called.count("ours") == 1 + sets

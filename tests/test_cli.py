@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -18,6 +19,8 @@ from flashnorm import bench, cache_cli, explain_cli
 from flashnorm.backends import cute
 from flashnorm.config import Settings
 from flashnorm.core import dispatch
+from flashnorm.core.op import OPS
+from flashnorm.core.operands import normalise
 from flashnorm.jit import folders, inventory
 from flashnorm.jit.arch import parse_arch
 from flashnorm.jit.spec import ArtifactSpec
@@ -111,11 +114,15 @@ def test_explain_the_cpu(capsys):
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["layernorm"], "OP must be one of fused_add_rmsnorm,"),
+        (["softmax"], "OP must be one of fused_add_layernorm,"),
         (["rmsnorm", "--shape", "64*4096"], "--shape looks like 64x4096"),
         (["rmsnorm", "--shape", "2x300000"], "must be 1 to 262144, got 300000"),
         (["rmsnorm", "--dtype", "int8"], "--dtype must be one of fp32, fp16, bf16, got 'int8'"),
         (["rmsnorm", "--residual-dtype", "bf16"], "rmsnorm takes no residual"),
+        (["rmsnorm", "--out-dtype", "fp32"], "--out-dtype must be one of bf16, got 'fp32'"),
+        (["layernorm_quant", "--out-dtype", "int8"], "--out-dtype must be one of e4m3, e5m2, got 'int8'"),
+        (["rmsnorm", "--option", "granularity=128"], "rmsnorm takes no further option, got granularity"),
+        (["rmsnorm_dynamic_quant", "--option", "granularity=7"], "granularity must be one of"),
         (["rmsnorm", "--numerics", "exact"], "numerics must be one of"),
         (["rmsnorm", "--arch", "hopper"], "sm_90a"),
         (["rmsnorm", "--device", "toaster"], "--device toaster"),
@@ -131,6 +138,43 @@ def test_explain_takes_an_arch_or_a_device(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["explain", "rmsnorm", "--arch", "sm_90a", "--device", "cpu"])
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_explain_asks_about_the_kernel_of_a_plain_call(name):
+    op, hidden = OPS[name], 4100
+    asked = {f"{what}_dtype": None for what in ("weight", "bias", "residual", "out")}
+    arguments = argparse.Namespace(shape=f"2x{hidden}", dtype="fp16", numerics="flashinfer", option=[], **asked)
+    variant, _ = explain_cli._variant(op, arguments)
+    given = {}
+    for operand, dtype in zip(variant.program.operands(), variant.dtypes, strict=True):
+        shape = {"row": (2, hidden), "vec": (hidden,)}.get(operand.kind)
+        if operand.kind == "blocks":
+            columns = variant.program.store.columns(hidden)
+            shape = (columns, 4) if op.label(operand) == "block_scale" else (2, columns)
+        given[operand.name] = torch.empty(shape, dtype=getattr(torch, dtype))
+    tensors = [given.get(operand.name) for operand in op.operands]
+    assert normalise(op, variant.program, tensors)[0] == variant
+
+
+def test_explain_takes_what_an_operator_has(capsys, tools):
+    argv = ("explain", "layernorm", "--weight-dtype", "fp32", "--arch", "sm_90a")
+    assert run_json(capsys, *argv)["dtypes"] == {
+        "input": "bfloat16", "gemma": "float32", "beta": "float32", "out": "bfloat16",
+    }  # fmt: skip
+    argv = (
+        "explain",
+        "rmsnorm_dynamic_quant",
+        "--option",
+        "granularity=128",
+        "--out-dtype",
+        "int8",
+        "--arch",
+        "sm_90a",
+    )
+    found = run_json(capsys, *argv)
+    assert found["dtypes"]["out"] == "int8" and found["options"] == {"granularity": "128"}
+    assert "granularity 128" in run(capsys, *argv)[1]
 
 
 # ------------------------------------------------------------------ cache

@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from flashnorm.jit.toolchain import detect_cpu, find_host_compiler
+from tests.canonical.codes import decode, encode
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT.parent / "csrc"
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 pytestmark = pytest.mark.cpu_only
 
@@ -88,9 +90,40 @@ def test_fp32_passes_through(host: ctypes.CDLL) -> None:
         assert torch.equal(got.view(torch.int32), values.view(torch.int32))
 
 
-@pytest.mark.parametrize("bits", [16, 32])
+def code_patterns(dtype: torch.dtype) -> torch.Tensor:
+    """What codes are made from: `fp32_patterns`, which has every bf16; every fp16; ties of the codes and around."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    known = torch.from_numpy(decode(torch.arange(256, dtype=torch.uint8).view(dtype)))
+    known = known[known.isfinite()].sort().values
+    ties = torch.cat([(known[1:] + known[:-1]) / 2, known])
+    near = (ties.view(torch.int32)[:, None] + torch.arange(-3, 4, dtype=torch.int32)).view(torch.float32).flatten()
+    values = torch.cat([fp32_patterns(), every, near])
+    return torch.cat([values, values.new_zeros(-values.numel() % 16)])
+
+
+@pytest.mark.parametrize("scalar", [0, 1])
+@pytest.mark.parametrize("name", CODES)
+def test_codes(host: ctypes.CDLL, name: str, scalar: int) -> None:
+    """Every byte, NaNs included: there is one code for them."""
+    values = code_patterns(CODES[name])
+    got = convert(host[f"narrow_{name}"], values, CODES[name], scalar)
+    assert torch.equal(got.view(torch.uint8), encode(values.numpy(), CODES[name]).view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_every_code(host: ctypes.CDLL, name: str) -> None:
+    """All 256 have the value that their format says; those of a number come back from it."""
+    every = torch.arange(256, dtype=torch.uint8)
+    wide = convert(host[f"widen_{name}"], every, torch.float32, 0)
+    assert_same(wide, torch.from_numpy(decode(every.view(CODES[name]))))
+    back = convert(host[f"narrow_{name}"], wide, CODES[name], 0).view(torch.uint8)
+    numbers = wide.isfinite() & (wide != -128)
+    assert torch.equal(back[numbers], every[numbers])
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32])
 def test_ragged_stays_inside(host: ctypes.CDLL, bits: int) -> None:
-    dtype = torch.int16 if bits == 16 else torch.int32
+    dtype = {8: torch.int8, 16: torch.int16, 32: torch.int32}[bits]
     source = torch.arange(1, 9, dtype=dtype)
     for count in range(-1, 9):
         out = torch.zeros(8, dtype=dtype)

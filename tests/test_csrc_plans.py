@@ -7,80 +7,30 @@ Every launch plan must give the bits of the canonical arithmetic and touch nothi
 from __future__ import annotations
 
 import itertools
-import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from flashnorm.jit.codegen import unit
-from flashnorm.jit.toolchain import find_host_compiler, find_tvm_ffi
 from flashnorm.program import AddResidual, Affine, Cast, LoadRow, Rms, RowProgram, SaveRstd
 from tests.canonical import rmsnorm_bits
-
-ROOT = Path(__file__).resolve().parent
-CSRC = ROOT.parent / "csrc"
+from tests.csrc_emulated import Emulated, build
 
 pytestmark = pytest.mark.cpu_only
 
 PLAIN = RowProgram(LoadRow(), Rms(), (Affine(),), Cast(), (SaveRstd(),))
 GEMMA_ADD = RowProgram(AddResidual(), Rms(), (Affine(offset=1.0),), Cast("x"))
 LLAMA_ADD = RowProgram(AddResidual(rounded=True), Rms(), (Affine(round_norm=True),), Cast("x"))
-UNITS: dict[str, tuple[RowProgram, dict[str, str]]] = {
-    "plain": (PLAIN, {"x": "bfloat16", "weight": "float32", "out": "bfloat16", "rstd": "float32"}),
-    "gemma_add": (GEMMA_ADD, {"x": "bfloat16", "residual": "float16", "weight": "bfloat16"}),
-    "llama_add": (LLAMA_ADD, {"x": "float16", "residual": "float32", "weight": "bfloat16"}),
+# name: program, dtypes of its operands in order
+UNITS: dict[str, tuple[RowProgram, tuple[str, ...]]] = {
+    "plain": (PLAIN, ("bfloat16", "float32", "bfloat16", "float32")),
+    "gemma_add": (GEMMA_ADD, ("bfloat16", "float16", "bfloat16")),
+    "llama_add": (LLAMA_ADD, ("float16", "float32", "bfloat16")),
 }
-
-
-@dataclass(frozen=True)
-class Emulated:
-    """A unit compiled over the emulation."""
-
-    module: Any
-    program: RowProgram
-    dtypes: dict[str, torch.dtype]
-
-    @property
-    def launch(self) -> Callable[..., Any]:
-        return self.module["launch"]
-
-    def force(self, *, sm: int = 90, shared_memory: int = 227 * 1024, plan: tuple[int, ...] = (0, 0, 0, 0, 0)) -> None:
-        self.module["force"](sm, shared_memory, *plan)
 
 
 @pytest.fixture(scope="module")
 def units(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Emulated]:
-    import tvm_ffi
-
-    compiler, ffi = find_host_compiler(), find_tvm_ffi()
-    if not compiler or not ffi:
-        pytest.skip(f"{compiler}; {ffi}")
-    folder = tmp_path_factory.mktemp("plans")
-    running = {}
-    for name, (program, dtypes) in UNITS.items():
-        ordered = tuple(dtypes[operand.name] for operand in program.operands())
-        source = unit(program, ordered, "cuda").replace("flashnorm/ffi/launch.h", "emulated_launch.h")
-        (folder / f"{name}.cpp").write_text(source)
-        command = [*compiler.command, "-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fno-gnu-unique"]
-        command += ["-fvisibility=hidden", "-shared", "-fPIC", f"-I{CSRC}", f"-I{ROOT / 'csrc'}"]
-        command += [f"-I{path}" for path in ffi.include_dirs]
-        command += [str(folder / f"{name}.cpp"), "-o", str(folder / f"{name}.so"), f"-L{ffi.lib_dir}", "-ltvm_ffi"]
-        running[name] = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    for name, process in running.items():
-        _, errors = process.communicate()
-        assert process.returncode == 0, f"{name}: {errors[-4000:]}"
-    return {
-        name: Emulated(
-            tvm_ffi.load_module(str(folder / f"{name}.so")),
-            program,
-            {operand: getattr(torch, dtype) for operand, dtype in dtypes.items()},
-        )
-        for name, (program, dtypes) in UNITS.items()
-    }
+    return build(tmp_path_factory.mktemp("plans"), UNITS)
 
 
 def run(emulated: Emulated, rows: tuple[int, ...], hidden_size: int, *, pad: int = 0, row_weight: bool = False) -> None:
@@ -88,8 +38,8 @@ def run(emulated: Emulated, rows: tuple[int, ...], hidden_size: int, *, pad: int
     generator = torch.Generator().manual_seed(hash((rows, hidden_size, pad)) % 2**31)
     padded: dict[str, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
-    for operand in emulated.program.operands():
-        dtype = emulated.dtypes[operand.name]
+    for operand, dtype_name in zip(emulated.program.operands(), emulated.dtypes, strict=True):
+        dtype = getattr(torch, dtype_name)
         if operand.kind == "per_row":
             tensors[operand.name] = torch.full(rows, float("nan"), dtype=dtype)
             continue
@@ -195,13 +145,13 @@ def test_no_plan_is_illegal(units: dict[str, Emulated]) -> None:
     widths = (1, 8, 9, 64, 72, 128, 129, 256, 576, 1024, 2048, 4096, 7168, 8192, 8200, 16384, 24576, 65536, 262144)
     for (sm, processors, memory), rows, h in itertools.product(devices, (1, 7, 64, 1000, 10**6), widths):
         total = min(1024, 1 << max(0, (-(-h // 8) - 1).bit_length()))
-        for width, kept in itertools.product((8, 4, 1) if h % 8 == 0 else (1,), (2, 4)):
-            plan = [picked(sm, processors, memory, rows, h, width, kept, field) for field in range(5)]
+        for width, kept, heavy in itertools.product((8, 4, 1) if h % 8 == 0 else (1,), (2, 4), (False, True)):
+            plan = [picked(sm, processors, memory, rows, h, width, kept, heavy, field) for field in range(5)]
             threads, cta_rows, cluster, lanes, groups = plan
-            where = f"sm {sm}, {rows} x {h}, width {width}, {kept} bytes: {plan}"
+            where = f"sm {sm}, {rows} x {h}, width {width}, {kept} bytes, heavy {heavy}: {plan}"
             assert threads * cta_rows % 32 == 0 and threads * cta_rows <= 1024, where
             assert cluster == 1 or (sm >= 90 and cta_rows == 1 and threads >= 32), where
             assert threads * cluster * max(1, lanes) == total, where
             assert lanes <= 1 or threads >= 32, where
             assert lanes == 0 or groups * 1024 * 8 >= h or groups == 1, where
-            assert has_kernel(*plan, kept, width == 8), where
+            assert has_kernel(*plan, kept, width == 8, heavy), where

@@ -10,22 +10,48 @@ import pytest
 
 from flashnorm.jit.codegen import unit
 from flashnorm.jit.toolchain import find_host_compiler, find_nvcc, find_tvm_ffi, nvcc_flags
-from flashnorm.program import AddResidual, Affine, Cast, LoadRow, Rms, RowProgram
+from flashnorm.program import (
+    AddResidual,
+    Affine,
+    AffineBias,
+    Cast,
+    LoadRow,
+    MeanVar,
+    QuantBlocks,
+    QuantTensor,
+    Rms,
+    Round,
+    RowProgram,
+)
 from tests import binaries
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
+B, F, E4M3 = "bfloat16", "float32", "float8_e4m3fn"
+BLOCK = QuantBlocks(128, 1e-4, ratio=True, side=True)
+# name: program, dtypes of its operands in order
 PROGRAMS = {
-    "rmsnorm": RowProgram(LoadRow(), Rms(), (Affine(),), Cast()),
-    "fused_add": RowProgram(AddResidual(), Rms(), (Affine(),), Cast("x")),
+    "rmsnorm": (RowProgram(LoadRow(), Rms(), (Affine(),), Cast()), (B,) * 3),
+    "fused_add": (RowProgram(AddResidual(), Rms(), (Affine(),), Cast("x")), (B,) * 3),
+    "layernorm": (RowProgram(LoadRow(), MeanVar(), (AffineBias(),), Cast()), (B, F, F, B)),
+    "rmsnorm_quant": (RowProgram(LoadRow(), Rms(), (Affine(),), QuantTensor(True)), (B, B, E4M3, F)),
+    "fused_add_quant": (RowProgram(AddResidual(), Rms(), (Affine(),), QuantTensor()), (B, B, B, E4M3)),
+    "block_quant": (RowProgram(AddResidual(), Rms(), (Affine(), Round()), BLOCK), (B, B, B, E4M3, F, B)),
+    "dynamic_row": (RowProgram(LoadRow(), Rms(), (Affine(), Round()), QuantBlocks(0, 1e-10)), (B, B, E4M3, F)),
+    "indexed": (RowProgram(LoadRow(indexed=True), Rms(), (Affine(),), Cast()), (B, "int32", B, B)),
+    "int8": (RowProgram(LoadRow(scaled=True), Rms(), (Affine(),), Cast()), ("int8", F, B, B)),
 }
 
 
 def pytest_generate_tests(metafunc):
-    """Every architecture with one program; every pair with --full."""
+    """Every architecture with one program, and with another one below and above native codes; all pairs with --full."""
     full = metafunc.config.getoption("--full")
-    cases = [(arch, name) for arch in ARCHS for name in PROGRAMS if full or name == "rmsnorm" or arch == "sm_90a"]
-    metafunc.parametrize(("arch", "name"), cases)
+    always = {("sm_80", "block_quant"), ("sm_89", "rmsnorm_quant")}
+    pairs = [(arch, name) for arch in ARCHS for name in PROGRAMS]
+    metafunc.parametrize(
+        ("arch", "name"),
+        [(a, n) for a, n in pairs if full or n == "rmsnorm" or a == "sm_90a" or (a, n) in always],
+    )
 
 
 def test_compiles_without_spills_and_moves_16_bytes(arch, name, tmp_path):
@@ -35,8 +61,8 @@ def test_compiles_without_spills_and_moves_16_bytes(arch, name, tmp_path):
     target = nvcc.target(arch)
     if not target or target.compiled_for != arch:
         pytest.skip(f"this nvcc does not list {arch}")
-    program = PROGRAMS[name]
-    (tmp_path / "kernel.cu").write_text(unit(program, ("bfloat16",) * len(program.operands()), "cuda"))
+    program, dtypes = PROGRAMS[name]
+    (tmp_path / "kernel.cu").write_text(unit(program, dtypes, "cuda"))
     includes = [f"-I{CSRC}", *(f"-I{path}" for path in ffi.include_dirs)]
     command = [str(nvcc.path), *nvcc_flags(nvcc, target, host), *includes, "-cubin", "kernel.cu", "-o", "kernel.cubin"]
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
@@ -45,5 +71,14 @@ def test_compiles_without_spills_and_moves_16_bytes(arch, name, tmp_path):
     assert all(registers <= 255 and stack == 0 and local == 0 for registers, stack, local in usage), usage
     found = binaries.instructions(tmp_path / "kernel.cubin")
     assert {"LDG", "STG"} <= {i.split(".")[0] for i in found}
-    assert any(re.match(r"LDG\.E.*\.128", i) for i in found) and any(re.match(r"STG\.E.*\.128", i) for i in found)
+    # Pointers are known to be global ones: no generic access.
+    assert not {"LD", "ST"} & {i.split(".")[0] for i in found}
+    codes = any(dtype.startswith("float8") for dtype in dtypes)
+    native = any(re.match(r"F2FP\.SATFINITE\.E\dM\d\.F32", i) for i in found)
+    assert native == (codes and int(re.findall(r"\d+", arch)[0]) >= 89), found
+    if codes or name == "int8":
+        assert any(re.match(r"(STG|LDG)\.E.*\.64", i) for i in found)
+    assert any(re.match(r"LDG\.E.*\.128", i) for i in found)
+    if not codes or isinstance(program.load, AddResidual):  # else nothing wide is stored
+        assert any(re.match(r"STG\.E.*\.128", i) for i in found)
     assert not any(i.startswith(("LDL", "STL")) for i in found)

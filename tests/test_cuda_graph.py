@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import flashnorm
+from tests.combos import COMBOS, DYNAMIC, STATIC, USUAL
+from tests.problem import Problem
+from tests.tolerance import assert_same_bits
 
 ROUTES = ("cute", "cuda")
+CAPTURED = (
+    *[replace(c, rstd=False) for c in USUAL],  # rstd is always new
+    next(c for c in COMBOS if c.op == DYNAMIC and c.x == "bf16" and c.residual == "bf16" and c.side),
+    next(c for c in COMBOS if c.op == DYNAMIC and c.cap == "device"),
+    next(c for c in COMBOS if c.op == "rmsnorm" and c.index and c.x == "bf16"),
+    next(c for c in COMBOS if c.op == "rmsnorm_quant" and c.x == "i8"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +116,55 @@ def test_tensors_on_another_device_than_the_current_one(gpu_route):
                     got = flashnorm.rmsnorm(x.to(f"cuda:{where}"), weight.to(f"cuda:{where}"))
                     assert got.device.index == where and torch.equal(got.cpu(), want.cpu())
                     assert torch.cuda.current_device() == current
+
+
+# ------------------------------------------------------------------ every operator
+@pytest.mark.parametrize("gpu_route", ROUTES)
+@pytest.mark.parametrize("combo", CAPTURED, ids=str)
+def test_every_operator_is_captured_without_a_copy_or_an_allocation(combo, gpu_route, device):
+    """A number as a scale goes with the launch: nothing is copied to the device, and replays allocate nothing."""
+    problem = Problem(combo, (7, 512), device)
+    want, call = problem.run(gpu_route), problem.prepare("none" if combo.in_place else "contiguous")
+    function = getattr(flashnorm, combo.op)
+    kept = {name: value.clone() for name, value in call.arguments.items() if isinstance(value, torch.Tensor)}
+    with flashnorm.backend(gpu_route):
+        function(**call.arguments)  # warm: every buffer is given
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        with torch.cuda.graph(graph):
+            inside = torch.cuda.memory_stats()["allocation.all.allocated"]
+            result = function(**call.arguments)
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == inside, "allocated in capture"
+        assert inside >= before
+        for _ in range(2):
+            for name, value in kept.items():
+                call.arguments[name].copy_(value)
+            graph.replay()
+            torch.cuda.synchronize()
+            got = call.outcome(result, f"{combo} replayed on {gpu_route}")
+            for name in ("out", "residual", "rstd", "scale", "normed_out"):
+                if getattr(want, name) is not None:
+                    assert_same_bits(getattr(got, name), getattr(want, name), name)
+
+
+@pytest.mark.parametrize("gpu_route", ROUTES)
+@pytest.mark.parametrize("combo", [c for c in CAPTURED if c.op in STATIC and c.scale == "value"], ids=str)
+def test_a_scale_on_the_device_is_read_at_each_replay(combo, gpu_route, device):
+    problem = Problem(combo, (7, 512), device)
+    call = problem.prepare()
+    scale = call.arguments["scale"] = torch.ones(1, device=device)
+    function = getattr(flashnorm, combo.op)
+    kept = {name: value.clone() for name, value in call.arguments.items() if isinstance(value, torch.Tensor)}
+    with flashnorm.backend(gpu_route):
+        function(**call.arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function(**call.arguments)
+        for value in (0.5, 0.03, 2.0):
+            for name, tensor in kept.items():
+                call.arguments[name].copy_(tensor)
+            scale.fill_(value)
+            graph.replay()
+            want = Problem(combo, (7, 512), scale=value).canonical()
+            assert_same_bits(call.arguments["out"], want.out, f"scale {value}")

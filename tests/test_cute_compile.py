@@ -6,15 +6,37 @@ import sys
 
 import pytest
 
+from flashnorm.kernels import plans
 from flashnorm.kernels import tile as tiles
-from flashnorm.program import AddResidual, Affine, Cast, LoadRow, Rms, RowProgram, SaveRstd, Variant
+from flashnorm.program import (
+    AddResidual,
+    Affine,
+    AffineBias,
+    Cast,
+    LoadRow,
+    MeanVar,
+    QuantBlocks,
+    QuantTensor,
+    Rms,
+    Round,
+    RowProgram,
+    SaveRstd,
+    Variant,
+)
 from tests import binaries
 
 B, F, S = "bfloat16", "float16", "float32"
+E4, E5, I8, I32, I64 = "float8_e4m3fn", "float8_e5m2", "int8", "int32", "int64"
 NORM = RowProgram(LoadRow(), Rms(), (Affine(),), Cast())
 FUSED = RowProgram(AddResidual(), Rms(), (Affine(1.0),), Cast("x"))
 TRAIN = RowProgram(AddResidual(rounded=True, dst="h"), Rms(), (Affine(0.0, True),), Cast(), (SaveRstd(),))
 BARE = RowProgram(LoadRow(), Rms(), (), Cast())
+LAYER = RowProgram(LoadRow(), MeanVar(), (AffineBias(),), Cast())
+QUANT = RowProgram(LoadRow(), Rms(), (Affine(),), QuantTensor())
+LLAMA = RowProgram(AddResidual(rounded=True), Rms(), (Affine(0.0, True), Round()), QuantTensor(on_device=True))
+BLOCKS = RowProgram(LoadRow(), Rms(), (Affine(), Round()), QuantBlocks(128, 1e-10, ue8m0=True, packed=True))
+TOKEN = RowProgram(AddResidual(), Rms(), (Affine(), Round()), QuantBlocks(0, 1e-10, cap="value", side=True))
+PICKED = RowProgram(LoadRow(indexed=True, scaled=True), Rms(), (Affine(1.0),), QuantTensor())
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
 VARIANTS = {
@@ -24,12 +46,21 @@ VARIANTS = {
     "train-odd": Variant(TRAIN, (F, S, S, B, F, S), 1003, row_rank=2, row_vecs=("weight",), vec=1),
     "qk": Variant(NORM, (B, B, B), 128, row_rank=2),
     "bare-fp32": Variant(BARE, (S, S), 5120, vec=4),
+    "layer": Variant(LAYER, (B, S, S, B), 7168),
+    "quant": Variant(QUANT, (B, B, E4), 4096),
+    "llama-odd": Variant(LLAMA, (F, B, F, E5, B), 1003, row_rank=2, vec=1),
+    "blocks": Variant(BLOCKS, (B, B, E4, I32), 8200),
+    "token": Variant(TOKEN, (B, B, B, I8, S, B), 65536),
+    "picked": Variant(PICKED, (I8, I64, S, B, E5), 2048),
 }
-CASES = [(a, v) for a in ARCHS for v in (VARIANTS if a in ("sm_80", "sm_90a") else ("norm", "norm-wide", "train-odd"))]
+CASES = [(a, v) for a in ARCHS for v in (VARIANTS if a in ("sm_80", "sm_90a") else ("norm-wide", "train-odd", "quant"))]
 
 OPERATIONS = "add|sub|mul|fma|mad|div|rcp|sqrt|rsqrt|neg|abs|min|max|ex2|lg2|tanh|cvt"
 FLOAT = re.compile(rf"\b(?:{OPERATIONS})[.\w:]*\.(?:f32|f64|f16|bf16|f16x2|bf16x2)[.\w]*")
-ALLOWED = re.compile(r"(?:add|mul|fma|div|sqrt|rcp)\.rn\.f32|cvt\.f32\.f16|cvt\.rn\.(?:bf16x2|f16x2)\.f32")
+ALLOWED = re.compile(
+    r"(?:add|sub|mul|fma|div|sqrt|rcp)\.rn\.f32|(?:max|min)\.NaN\.f32|abs\.f32|cvt\.f32\.f16"
+    r"|cvt\.rn\.(?:bf16x2|f16x2)\.f32|cvt\.rn\.satfinite\.(?:e4m3x2|e5m2x2)\.f32|cvt\.rni\.s32\.f32"
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +88,14 @@ def test_arithmetic_is_what_was_written(compiled, arch, name):
     assert ".ftz" not in ptx and ".approx" not in ptx and ".local" not in ptx
     assert ("griddepcontrol" in ptx) == (tiles.sm_of(arch) >= 90)
     assert "cutlass" not in re.search(r"\.visible \.entry (\w+)", ptx).group(1)
-    clusters = any(tile.cluster_n > 1 for _, tile in tiles.plans_for(VARIANTS[name], arch))
+    clusters = any(tile.cluster_n > 1 for _, tile in plans.plans_for(VARIANTS[name], arch))
     assert ("barrier.cluster" in ptx) == clusters
 
 
 @pytest.mark.parametrize(("arch", "name"), CASES)
 def test_every_class_of_rows_is_in_one_artefact(compiled, arch, name):
     entries = compiled(arch, name).ptx.count(".visible .entry")
-    assert entries == len(tiles.plans_for(VARIANTS[name], arch))
+    assert entries == len(plans.plans_for(VARIANTS[name], arch))
 
 
 @pytest.mark.parametrize("arch", ("sm_80", "sm_90a"))
@@ -73,6 +104,22 @@ def test_whole_groups_move_16_bytes_at_a_time(compiled, arch):
         ptx = compiled(arch, name).ptx
         moves = set(re.findall(r"\b((?:ld|st)\.global[.\w]*)", ptx))
         assert moves and all(m.endswith(".v4.b32") for m in moves), moves
+
+
+def test_codes_of_whole_groups_move_8_bytes_at_a_time(compiled):
+    for arch in ("sm_80", "sm_90a"):
+        moves = set(re.findall(r"\b((?:ld|st)\.global[.\w]*)", compiled(arch, "quant").ptx))
+        assert moves == {"ld.global.v4.b32", "st.global.v2.b32"}
+        moves = set(re.findall(r"\b(ld\.global[.\w]*)", compiled(arch, "picked").ptx))
+        assert moves == {"ld.global.v2.b32", "ld.global.v4.b32", "ld.global.f32", "ld.global.s64"}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_fp8_is_native_where_there_are_instructions(compiled, arch, tmp_path):
+    got = compiled(arch, "quant")
+    (tmp_path / "kernel.cubin").write_bytes(got.cubin)
+    native = {i for i in binaries.instructions(tmp_path / "kernel.cubin") if "E4M3" in i}
+    assert ("e4m3" in got.ptx) == bool(native) == (tiles.sm_of(arch) >= 89), native
 
 
 @pytest.mark.parametrize(("arch", "name"), CASES)

@@ -84,7 +84,10 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[World]:
     for name in list(sys.modules):
         top = name.split(".")[0]
         # The parts of the kernels that another test may have imported with the real DSL.
-        kernels = name.startswith("flashnorm.kernels.") and name != "flashnorm.kernels.tile"
+        kernels = name.startswith("flashnorm.kernels.") and name not in (
+            "flashnorm.kernels.tile",
+            "flashnorm.kernels.plans",
+        )
         if top in ("cutlass", "nvidia_cutlass_dsl") or kernels:
             monkeypatch.delitem(sys.modules, name)
     made = World(monkeypatch, tmp_path)

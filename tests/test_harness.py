@@ -276,7 +276,7 @@ def test_tolerance_refuses_what_is_wrong() -> None:
 
 def test_steps_cross_zero_powers_of_two_and_infinity() -> None:
     for dtype in DTYPES:
-        tiny = torch.tensor([1], dtype=torch.int32).to(tolerance._INT[dtype]).view(dtype)
+        tiny = torch.tensor([1], dtype=torch.int32).to(tolerance._INT[dtype.itemsize]).view(dtype)
         largest = torch.tensor([torch.finfo(dtype).max], dtype=dtype)
         zero, inf = torch.zeros(1, dtype=dtype), torch.full((1,), float("inf"), dtype=dtype)
         assert int(tolerance.steps_between(tiny, -tiny)) == 2

@@ -8,13 +8,28 @@ from dataclasses import replace
 import pytest
 import torch
 
-import flashnorm
 from tests import oracles
-from tests.combos import BF16, COMBOS, FUSED, HIDDEN, HIDDEN_LONG, PLAIN, TOKENS, Combo, some_hidden
-from tests.inputs import Problem
-from tests.tolerance import MIN_SHARE_ELEMENTS, Pool, assert_rstd, assert_same_bits, assert_share_of
+from tests.combos import (
+    BF16,
+    BLOCKED,
+    COMBOS,
+    FLOATS,
+    HIDDEN,
+    HIDDEN_LONG,
+    OPS,
+    RMSNORMS,
+    TOKENS,
+    USUAL,
+    Combo,
+    every_hidden,
+    some_hidden,
+)
+from tests.judge import check
+from tests.problem import Problem
+from tests.tolerance import MIN_SHARE_ELEMENTS, Pool, assert_same_bits, assert_share_of
 
 FUSED_BF16 = next(c for c in BF16 if c.op == "fused_add_rmsnorm")
+BROADCAST = ("rmsnorm", "gemma_rmsnorm", "rmsnorm_quant", "gemma_rmsnorm_quant")  # whose weight may be one for each row
 LARGEST = 100_000  # elements of a tensor, but for rows that are longer by themselves
 
 
@@ -25,37 +40,21 @@ def shapes(combo: Combo, route: str, full: bool) -> list[tuple[int, ...]]:
     would be too few to judge a share.
     """
     turn = COMBOS.index(combo)
-    hidden = HIDDEN if route in ("cpu", "torch") and not full else HIDDEN + HIDDEN_LONG
+    hidden = every_hidden(combo) if combo.op == BLOCKED else HIDDEN if not full else HIDDEN + HIDDEN_LONG
+    if combo not in RMSNORMS and not full:  # what they share with RMSNorm was seen there
+        hidden = hidden[turn % 3 :: 3]
+    elif combo in RMSNORMS and route == "cuda":
+        hidden = (*hidden, *HIDDEN_LONG)
     if route == "cute" and not full:
         hidden = some_hidden(combo)
     found = []
     for i, h in enumerate(hidden):
         m = TOKENS[(turn + i) % len(TOKENS)]
         found.append((max(1, min(m, LARGEST // h)), h))
-    if route in ("cuda", "torch") and not full:
+    if combo in RMSNORMS and route in ("cuda", "torch") and not full:
         found = [*found[turn % 2 :: 2], (33, 4096)]
     missing = MIN_SHARE_ELEMENTS - sum(m * h for m, h in found)
     return found if missing <= 0 else [*found, (-(-missing // 4096), 4096)]
-
-
-def check(problem: Problem, route: str, pool: Pool, out: str = "none") -> None:
-    """Runs one problem on a route and judges everything it left."""
-    combo = problem.combo
-    got = problem.run(route, out)
-    options = {"eps": problem.eps, "numerics": combo.numerics, "offset": combo.offset}
-    want = oracles.rms_norm(problem.x, problem.weight, problem.residual, **options)  # type: ignore[arg-type]
-    one_dtype = {combo.x, combo.weight or combo.x, combo.residual or combo.x} == {combo.x}
-    eager = None
-    if one_dtype and (problem.weight is None or problem.weight.dim() == 1):
-        eager = oracles.eager(problem.x, problem.weight, problem.residual, **options)  # type: ignore[arg-type]
-    what = f"{problem.what} on {route}"
-    pool.add(got.out, want, what, eager)
-    if want.residual is not None:
-        assert got.residual is not None
-        assert_same_bits(got.residual, want.residual, f"{what}: residual")
-    if combo.rstd:
-        assert got.rstd is not None
-        assert_rstd(got.rstd, want, what)
 
 
 @pytest.mark.parametrize("combo", COMBOS, ids=str)
@@ -63,12 +62,15 @@ def test_shapes(combo: Combo, route: str, device: torch.device, full: bool) -> N
     pool = Pool(combo.numerics)
     for i, shape in enumerate(shapes(combo, route, full)):
         check(
-            Problem(combo, shape, device), route, pool, out="contiguous" if i % 3 == 1 and combo.op in PLAIN else "none"
+            Problem(combo, shape, device),
+            route,
+            pool,
+            out="contiguous" if i % 3 == 1 and not combo.in_place else "none",
         )
     pool.judge(f"{combo} on {route}")
 
 
-@pytest.mark.parametrize("combo", BF16, ids=str)
+@pytest.mark.parametrize("combo", USUAL, ids=str)
 @pytest.mark.parametrize("shape", [(4096,), (1, 4096), (3, 5, 4096), (2, 3, 5, 4096), (2, 1, 3, 2, 4096)], ids=str)
 def test_ranks(combo: Combo, shape: tuple[int, ...], route: str, device: torch.device) -> None:
     """Any rank from 1; rstd has the input's shape without the last dimension (0-d for a single row)."""
@@ -89,7 +91,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize(("shape", "weight_shape"), WEIGHTS.values(), ids=WEIGHTS.keys())
-@pytest.mark.parametrize("combo", [c for c in BF16 if c.op in PLAIN], ids=str)
+@pytest.mark.parametrize("combo", [c for c in USUAL if c.op in BROADCAST], ids=str)
 def test_broadcast_weights(
     combo: Combo, shape: tuple[int, ...], weight_shape: tuple[int, ...], route: str, device: torch.device
 ) -> None:
@@ -100,35 +102,42 @@ def test_broadcast_weights(
         check(again, route, Pool(combo.numerics))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_no_weight_means_no_gain(fused: bool, route: str, device: torch.device) -> None:
+@pytest.mark.parametrize("op", ["rmsnorm", "fused_add_rmsnorm", "rmsnorm_quant"])
+def test_no_weight_means_no_gain(op: str, route: str, device: torch.device) -> None:
     """Without a weight the Gemma forms add nothing: they equal the plain ones, mode by mode."""
-    plain = next(c for c in COMBOS if c.weight is None and (c.op in FUSED) == fused)
-    for numerics in ("flashinfer", "hf-llama") if not fused else ("flashinfer",):
+    plain = next(c for c in COMBOS if c.weight is None and c.op == op)
+    for numerics in ("flashinfer", "hf-llama") if op == "rmsnorm" else ("flashinfer",):
         mode = replace(plain, numerics=numerics)
-        results = [Problem(replace(mode, op=op), (19, 576), device).run(route) for op in (FUSED if fused else PLAIN)]
+        results = [Problem(replace(mode, op=name), (19, 576), device).run(route) for name in (op, f"gemma_{op}")]
         check(Problem(mode, (19, 576), device), route, Pool(numerics))
         assert_same_bits(results[0].out, results[1].out, f"{mode}")
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-5, 1.0, 3e38])
-@pytest.mark.parametrize("combo", BF16, ids=str)
+@pytest.mark.parametrize("combo", USUAL, ids=str)
 def test_eps_is_a_run_time_value(combo: Combo, eps: float, route: str, device: torch.device) -> None:
     """One kernel serves every eps; 1e-12 matters on small rows, which a 16-bit eps would lose."""
     small = torch.full((2, 4096), 2.0**-20).to(torch.bfloat16)
+    small[:, ::2] *= -1  # LayerNorm wants a variance
     residual = None if combo.residual is None else -small / 2
     for x, r in ((None, None), (small, residual)):
         check(Problem(combo, (2, 4096), device, x=x, residual=r, eps=eps), route, Pool(combo.numerics))
 
 
-@pytest.mark.parametrize("combo", BF16, ids=str)
-def test_eps_defaults_to_1e_6(combo: Combo, route: str, device: torch.device) -> None:
-    problem = Problem(combo, (2, 4096), device, x=torch.full((2, 4096), 2.0**-12).to(torch.bfloat16))
-    want = problem.run(route)
-    arguments = {name: guard.view for name, guard in problem.arguments().items()}
-    with flashnorm.backend(route):
-        got = getattr(flashnorm, combo.op)(**arguments)
-    assert_same_bits(arguments["input"] if got is None else got, want.out.to(device), "default eps")
+@pytest.mark.parametrize("combo", USUAL, ids=str)
+def test_what_is_not_said(combo: Combo, route: str, device: torch.device) -> None:
+    """eps is 1e-6, the mode "flashinfer", and PDL the device's business."""
+    x = torch.full((2, 4096), 2.0**-12).to(torch.bfloat16)
+    x[:, ::2] *= -1
+    problem = Problem(combo, (2, 4096), device, x=x)
+    want, call = problem.run(route, enable_pdl=False), problem.prepare()
+    for name in ("eps", "numerics", "enable_pdl"):
+        del call.arguments[name]
+    got = call(route)
+    assert_same_bits(got.out, want.out, "defaults")
+    if combo.residual is not None:
+        assert got.residual is not None and want.residual is not None
+        assert_same_bits(got.residual, want.residual, "defaults: residual")
 
 
 NUMERICS_ALIASES = (("hf-llama", "vllm"), ("hf-gemma", "torch"), ("hf-gemma", "cake"))
@@ -143,15 +152,15 @@ def test_aliases_of_modes(combo: Combo, name: str, alias: str, route: str, devic
     assert_same_bits(results[0].out, results[1].out, f"{name} and {alias}")
 
 
-def test_the_default_mode_is_flashinfer(route: str, device: torch.device) -> None:
-    problem = Problem(FUSED_BF16, (7, 4096), device)
-    want = problem.run(route)
-    arguments = {name: guard.view for name, guard in problem.arguments().items()}
-    with flashnorm.backend(route):
-        flashnorm.fused_add_rmsnorm(**arguments)
-    assert_same_bits(arguments["input"], want.out.to(device), "default mode")
-    assert want.residual is not None
-    assert_same_bits(arguments["residual"], want.residual.to(device), "default mode")
+@pytest.mark.parametrize("combo", [c for c in USUAL if c not in BF16], ids=str)
+def test_every_mode_is_taken(combo: Combo, device: torch.device) -> None:
+    """All six names, by the torch route: the combinations have a kernel of each mode for the others."""
+    found = {}
+    for name in (*oracles.LLAMA, *oracles.GEMMA, "flashinfer"):
+        problem = Problem(replace(combo, numerics=name), (7, 256), device)
+        found[name] = check(problem, "torch", Pool(name)).out
+    assert_same_bits(found["hf-llama"], found["vllm"], "vllm")
+    assert_same_bits(found["hf-gemma"], found["cake"], "cake")
 
 
 # ------------------------------------------------------------------ what users of PyTorch and Hugging Face are promised
@@ -184,9 +193,33 @@ def test_modules(family: str, dtype: str, with_residual: bool, route: str, devic
 
 
 def test_every_pair_of_dtypes_is_among_the_combinations() -> None:
-    names = ("f32", "f16", "bf16")
     plain = {(c.x, c.weight) for c in COMBOS if c.op == "rmsnorm" and c.numerics == "flashinfer"}
-    assert plain >= set(itertools.product(names, names))
+    assert plain >= set(itertools.product(FLOATS, FLOATS))
     fused = [c for c in COMBOS if c.op == "fused_add_rmsnorm" and c.numerics == "flashinfer"]
     for a, b in itertools.combinations(("x", "weight", "residual"), 2):
-        assert {(getattr(c, a), getattr(c, b)) for c in fused} >= set(itertools.product(names, names))
+        assert {(getattr(c, a), getattr(c, b)) for c in fused} >= set(itertools.product(FLOATS, FLOATS))
+
+
+def test_every_choice_is_among_the_combinations() -> None:
+    """Each operator; each dtype in each place of each family; each option of the operators that quantise."""
+    assert {c.op for c in COMBOS} == set(OPS) and {c.op for c in USUAL} == set(OPS)
+    layers = [c for c in COMBOS if c.centred]
+    for place in ("x", "weight", "bias", "residual"):
+        assert {getattr(c, place) for c in layers} >= {*FLOATS} - ({"f16"} if place == "residual" else set())
+    static = [c for c in COMBOS if c.scale]
+    assert {(c.out, c.scale == "value") for c in static} == set(itertools.product(("e4m3", "e5m2"), (True, False)))
+    assert {c.scale for c in static} == {"value", *FLOATS}
+    dynamic = [c for c in COMBOS if c.op == OPS[-1]]
+    for name, values in {
+        "out": {"e4m3", "e5m2", "i8"},
+        "form": {"fp32", "ue8m0", "ue8m0_packed"},
+        "block": {0, 128},
+        "column": {True, False},
+        "side": {True, False},
+        "cap": {"", "value", "device"},
+        "x": set(FLOATS),
+        "residual": {None, *FLOATS},
+    }.items():
+        assert {getattr(c, name) for c in dynamic} == values, name
+    assert {c.index for c in COMBOS} == {None, "i32", "i64"} and any(c.index and c.input_scale for c in COMBOS)
+    assert {c.input_scale for c in COMBOS} == {None, "one", "rows"}

@@ -60,9 +60,19 @@ def tensors(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[
     return x.to(dtype), w.to(dtype)
 
 
+def rmsnorm(
+    x: torch.Tensor, weight: torch.Tensor | None, out: torch.Tensor, rstd: torch.Tensor | None = None, **how: object
+) -> None:
+    reference.rmsnorm(x=x, row_index=None, input_scale=None, weight=weight, out=out, rstd=rstd, **how)
+
+
+def fused_add(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, **how: object) -> None:
+    reference.fused_add_rmsnorm(x=x, residual=residual, weight=weight, **how)
+
+
 def run(x: torch.Tensor, weight: torch.Tensor | None, mode: str, offset: float = 0.0) -> torch.Tensor:
     out = torch.full_like(x, float("nan"))
-    reference.rmsnorm(x, weight, out, None, eps=EPS, numerics=mode, offset=offset)
+    rmsnorm(x, weight, out, eps=EPS, numerics=mode, offset=offset)
     return out
 
 
@@ -100,7 +110,7 @@ def test_fused_add_is_an_add_and_then_the_module(family: str, dtype: torch.dtype
         total = residual + x
         want = norm(total)
     offset = 1.0 if family == "gemma" else 0.0
-    reference.fused_add_rmsnorm(x, residual, w, eps=EPS, numerics=f"hf-{family}", offset=offset)
+    fused_add(x, residual, w, eps=EPS, numerics=f"hf-{family}", offset=offset)
     assert torch.equal(residual, total)
     assert torch.equal(x, want)
 
@@ -112,10 +122,10 @@ def test_functional_form_equals_the_one_in_place(residual_dtype: torch.dtype, mo
     residual, _ = tensors((9, 48), residual_dtype, seed=1)
     given = x.clone(), residual.clone()
     h, out = torch.full_like(residual, float("nan")), torch.full_like(x, float("nan"))
-    reference.add_rmsnorm(x, residual, h, w, out, eps=EPS, numerics=mode)
+    reference.add_rmsnorm(x=x, residual=residual, h=h, weight=w, out=out, eps=EPS, numerics=mode)
     assert torch.equal(x, given[0])
     assert torch.equal(residual, given[1])
-    reference.fused_add_rmsnorm(x, residual, w, eps=EPS, numerics=mode)
+    fused_add(x, residual, w, eps=EPS, numerics=mode)
     assert torch.equal(x, out)
     assert torch.equal(residual, h)
 
@@ -130,7 +140,7 @@ def test_only_flashinfer_norms_the_unrounded_sum() -> None:
         residual = torch.tensor([[0.00396, 0.0, 0.0, 0.0]]).bfloat16()
         # A huge eps makes the norm proportional to h, so that the rounding of h stays visible in fp32.
         wide = x.float()
-        reference.fused_add_rmsnorm(wide, residual, None, eps=1e6, numerics=mode)
+        fused_add(wide, residual, None, eps=1e6, numerics=mode)
         assert torch.equal(residual[0], stored), mode
         assert torch.equal(wide[0], h * torch.rsqrt(h.pow(2).mean() + 1e6)), mode
 
@@ -172,15 +182,15 @@ def test_weights_broadcast(shape: tuple[int, ...]) -> None:
 def test_no_rows(shape: tuple[int, ...]) -> None:
     x, w = tensors(shape, torch.float16)
     rstd = torch.empty(shape[:-1])
-    reference.rmsnorm(x, w, x, rstd, eps=EPS, numerics="flashinfer")
-    reference.fused_add_rmsnorm(x, x.clone(), w, eps=EPS, numerics="hf-llama")
+    rmsnorm(x, w, x, rstd, eps=EPS, numerics="flashinfer")
+    fused_add(x, x.clone(), w, eps=EPS, numerics="hf-llama")
 
 
 def test_out_may_be_the_input_and_rstd_is_what_was_used() -> None:
     x, w = tensors((9, 40), torch.bfloat16)
     want, rstd = run(x, w, "flashinfer"), torch.full((9,), float("nan"))
     wide = x.float()
-    reference.rmsnorm(x, w, x, rstd, eps=EPS, numerics="flashinfer")
+    rmsnorm(x, w, x, rstd, eps=EPS, numerics="flashinfer")
     assert torch.equal(x, want)
     assert torch.equal(rstd, torch.rsqrt(wide.pow(2).mean(-1) + EPS))
 
@@ -188,26 +198,26 @@ def test_out_may_be_the_input_and_rstd_is_what_was_used() -> None:
 def test_zero_row() -> None:
     zero = torch.zeros(1, 8)
     out = torch.empty_like(zero)
-    reference.rmsnorm(zero, None, out, None, eps=1e-6, numerics="flashinfer")
+    rmsnorm(zero, None, out, eps=1e-6, numerics="flashinfer")
     assert torch.equal(out, zero)
-    reference.rmsnorm(zero, None, out, None, eps=0.0, numerics="flashinfer")
+    rmsnorm(zero, None, out, eps=0.0, numerics="flashinfer")
     assert out.isnan().all()
 
 
 def test_unresolved_alias_is_refused() -> None:
     x, w = tensors((2, 8), torch.float32)
     with pytest.raises(KeyError):
-        reference.rmsnorm(x, w, x, None, eps=EPS, numerics="vllm")
+        rmsnorm(x, w, x, eps=EPS, numerics="vllm")
     with pytest.raises(KeyError):
-        reference.fused_add_rmsnorm(x, x.clone(), w, eps=EPS, numerics="vllm")
+        fused_add(x, x.clone(), w, eps=EPS, numerics="vllm")
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_traces_without_a_break(mode: str) -> None:
     def call(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-        reference.rmsnorm(x, w, out, rstd, eps=EPS, numerics=mode)
-        reference.fused_add_rmsnorm(out, residual, w, eps=EPS, numerics=mode)
+        rmsnorm(x, w, out, rstd, eps=EPS, numerics=mode)
+        fused_add(out, residual, w, eps=EPS, numerics=mode)
         return out, rstd
 
     x, w = tensors((6, 48), torch.bfloat16)
@@ -225,5 +235,5 @@ def test_fake_tensors() -> None:
     with FakeTensorMode():
         x, w = torch.empty(4, 3, 16, dtype=torch.float16), torch.empty(16)
         out, rstd = torch.empty_like(x), torch.empty(4, 3)
-        reference.rmsnorm(x, w, out, rstd, eps=EPS, numerics="hf-llama", offset=1.0)
-        reference.fused_add_rmsnorm(out, x, w, eps=EPS, numerics="flashinfer")
+        rmsnorm(x, w, out, rstd, eps=EPS, numerics="hf-llama", offset=1.0)
+        fused_add(out, x, w, eps=EPS, numerics="flashinfer")

@@ -1,173 +1,167 @@
-"""The model that `flashnorm verify` holds kernels to, and that the command sees what it should."""
+"""`flashnorm verify`: that it passes what is right, and sees what it should."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-from fractions import Fraction
+from dataclasses import replace
 
 import pytest
 import torch
 
 from flashnorm import model, verify
-from flashnorm.core.op import OPS
-from flashnorm.program import AddResidual, Affine, Cast, LoadRow, Rms, RowProgram, Stage
+from flashnorm.core.dispatch import backend
+from flashnorm.core.op import ALL, OPS
+from flashnorm.model import formats
+from flashnorm.verify import cases, eager, lines, problem
 
-CPU = torch.device("cpu")
-
-
-def _round(value: Fraction) -> float:
-    """A rational to the nearest fp32 value, ties to even; finite, normal or zero."""
-    if value == 0:
-        return 0.0
-    sign, value = (-1, -value) if value < 0 else (1, value)
-    exponent = 0
-    while value >= 1 << 24:
-        value, exponent = value / 2, exponent + 1
-    while value < 1 << 23:
-        value, exponent = value * 2, exponent - 1
-    return sign * float(round(value)) * 2.0**exponent  # Fraction rounds ties to even
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def _fp32(values: list[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32)
+def raw(t: torch.Tensor) -> torch.Tensor:
+    return t.view(torch.uint8)
 
 
-def test_fma_rounds_once() -> None:
-    rng = random.Random(1)
-    a, b, c = [], [], []
-    for _ in range(4000):
-        a.append(rng.uniform(1, 2))
-        b.append(rng.uniform(1, 2))
-        # From addends that cancel the product to ones that lie far below its last bit.
-        c.append(rng.choice((-1, 1)) * rng.uniform(1, 2) * 2.0 ** rng.randrange(-60, 40))
-    # The product is 1 + 2^-22 + 2^-46; with c = 2^-24 a sum in fp64 lands on a tie that the exact sum is not on.
-    a += [1 + 2.0**-23] * 2
-    b += [1 + 2.0**-23] * 2
-    c += [2.0**-24, -(2.0**-24)]
-    x, y, z = _fp32(a), _fp32(b), _fp32(c)
-    got = model._fma(x, y, z).tolist()
-    numbers = ([Fraction(v) for v in t.tolist()] for t in (x, y, z))
-    assert got == [_round(i * j + k) for i, j, k in zip(*numbers, strict=True)]
+def _canonical(p: problem.Problem) -> dict[str, torch.Tensor]:
+    return model.canonical(p.program, p.modelled(), p.scalars())
 
 
-@pytest.mark.parametrize("hidden", [1, 3, 8, 9, 77, 256, 300, 8192, 8200, 20011])
-def test_canonical_sum_against_exact_rationals(hidden: int) -> None:
-    generator = torch.Generator().manual_seed(hidden)
-    v = torch.randn(hidden, generator=generator) * 3
-    terms = [Fraction(t) for t in v.tolist()]
-    lanes = 1
-    while lanes < min(1024, -(-hidden // 8)):
-        lanes *= 2
-    acc = [[Fraction(0)] * 8 for _ in range(lanes)]
-    for i, t in enumerate(terms):
-        lane, position = i // 8 % lanes, i % 8
-        acc[lane][position] = Fraction(_round(t * t + acc[lane][position]))
-
-    def add(p: Fraction, q: Fraction) -> Fraction:
-        return Fraction(_round(p + q))
-
-    def positions(p: list[Fraction]) -> Fraction:
-        return add(add(add(p[0], p[4]), add(p[2], p[6])), add(add(p[1], p[5]), add(p[3], p[7])))
-
-    def fold(values: list[Fraction]) -> Fraction:
-        s = len(values) // 2
-        while s >= 1:
-            values = [add(values[i], values[i + s]) for i in range(s)]
-            s //= 2
-        return values[0]
-
-    lane_sums = [positions(p) for p in acc]
-    width = min(32, lanes)
-    wanted = fold([fold(lane_sums[i : i + width]) for i in range(0, lanes, width)])
-    assert model.canonical_sum(v[None], v[None]).tolist() == [float(wanted)]
-
-
-def test_steps_counts_representable_values() -> None:
-    one = torch.tensor([1.0, -1.0, 0.0, 1.0, torch.nan, torch.nan], dtype=torch.bfloat16)
-    other = torch.tensor([1.0078125, -1.0078125, -0.0, -1.0, torch.nan, 1.0], dtype=torch.bfloat16)
-    apart = model.steps(one, other).tolist()
-    assert apart[:3] == [1, 1, 0]
-    assert apart[3] == 2 * 0x3F80
-    assert apart[4:] == [0, 1 << 31]
-
-
-def test_exact_and_canonical_agree_and_round_where_the_mode_says() -> None:
-    x = torch.full((1, 16), 1.0, dtype=torch.bfloat16)
-    residual = torch.full((1, 16), 0.00396, dtype=torch.bfloat16)
-    weight = torch.linspace(0.5, 2.0, 16, dtype=torch.bfloat16)
-    given = {"x": x, "residual": residual, "weight": weight}
-    sums = {}
-    for rounded in (False, True):
-        program = RowProgram(AddResidual(rounded=rounded), Rms(), (), Cast("x"))
-        h, _ = model._load(program, given)
-        sums[rounded] = float(h[0, 0])
-        written = model.canonical(program, given, {"eps": 1.0})
-        assert float(written["residual"][0, 0]) == 1.0078125
-        formula = model.exact(program, given, {"eps": 1.0})["x"]
-        assert int(model.steps(written["x"], formula).max()) <= 1
-    assert sums[False] == pytest.approx(1.0039673, abs=1e-7)
-    assert sums[True] == 1.0078125
-
-
-def test_unknown_stage_is_refused() -> None:
-    program = RowProgram(LoadRow(), Rms(), (Stage(),), Cast())
-    given = {"x": torch.ones(1, 8), "out": torch.empty(1, 8)}
-    for reader in (model.exact, model.canonical):
-        with pytest.raises(NotImplementedError, match="Stage"):
-            reader(program, given, {"eps": 1e-6})
-    offset = RowProgram(LoadRow(), Rms(), (Affine(offset=1.0),), Cast())
-    given["weight"] = torch.zeros(8)
-    assert model.exact(offset, given, {"eps": 0.0})["out"].tolist() == [[1.0] * 8]
-
-
-# ------------------------------------------------------------------ the command
-def _model_call(op, case, given, device):
+def _model_call(p, device):
     """A perfect route: the model itself."""
-    written = model.canonical(verify.program_of(op, case), given, {"eps": verify.EPS})
-    return {name: written[name] for name in (o.name for o in op.operands) if name in written}
+    return _canonical(p)
 
 
 @pytest.fixture
 def perfect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "call", _model_call)
-    monkeypatch.setattr(verify, "_serves", lambda op, route, device: None if route == "cpu" else "not here")
+    monkeypatch.setattr(problem, "call", _model_call)
+    for module in (verify, lines):
+        monkeypatch.setattr(module, "serves", lambda op, route, device: None if route == "cpu" else "not here")
     monkeypatch.setattr(verify, "speed", lambda op, route, device: 1.5)
+    monkeypatch.setattr(verify, "_build_ahead", lambda route, todo, device: None)
+    monkeypatch.setattr(cases, "QUICK_SHAPES", ((33, 300), (3, 8200)))
 
 
+# ------------------------------------------------------------------ what is checked
+def test_every_operator_and_every_mode() -> None:
+    names = cases.operators()
+    assert set(OPS) <= set(names)
+    assert {op.functional.name for op in ALL.values() if op.functional} == set(ALL) - set(names)
+    for name in OPS:
+        modes = {case.numerics for case in cases.cases_of(ALL[name])}
+        assert modes == {"flashinfer", "hf-llama", "hf-gemma", "torch"}, name
+
+
+def test_kernels_are_chosen_by_their_stages() -> None:
+    """Every operator, every stage with every choice of dtypes, and every mode somewhere; few kernels for all that."""
+    ops = list(cases.operators().values())
+    every, few = (list(cases.chosen(ops, CPU, exact=exact)) for exact in (False, True))
+    assert [op for op, case, _ in few if case == cases.USUAL] == ops
+    assert len(few) < 50 < len(every)
+
+    def stages(found):
+        programs = [(case, cases.program_of(op, case, CPU)) for op, case, _ in found]
+        return {(s, *(cases.dtype_of(o, case) for o in s.operands())) for case, p in programs for s in p.stages()}
+
+    assert stages(few) == stages(every)
+    modes = {(op.name, case.numerics) for op, case, _ in few}
+    assert {("rmsnorm", "hf-llama"), ("fused_add_rmsnorm", "hf-llama"), ("fused_add_rmsnorm", "hf-gemma")} <= modes
+    assert ("rmsnorm", "hf-gemma") not in modes  # the program of "flashinfer"
+    wide = {op.name for op, _, shapes in few if shapes == cases.SHAPES}
+    assert {"rmsnorm", "layernorm", "rmsnorm_rows", "rmsnorm_dynamic_quant", "layernorm_quant"} <= wide
+    assert all(shapes == cases.QUICK_SHAPES for _, _, shapes in cases.chosen(ops, CPU, quick=True))
+
+
+def test_labels_name_what_is_there() -> None:
+    for name in ("rmsnorm", "gemma_rmsnorm"):
+        assert cases.label(ALL[name], cases.MIXED, CPU) == "float16/float32 +rstd"
+    for name in ("fused_add_rmsnorm", "layernorm"):
+        assert cases.label(ALL[name], cases.MIXED, CPU) == "float16/float32"
+    quant = ALL["rmsnorm_dynamic_quant"]
+    assert cases.label(quant, cases.MIXED, CPU) == "float16/float32 -> e5m2 +normed_out"
+    assert cases.label(quant, cases.MIXED, CUDA) == "float16/float32 -> e5m2 +scale_ub +normed_out"
+    assert cases.label(ALL["rmsnorm_rows"], cases.USUAL, CPU) == "int8/bfloat16"
+
+
+def test_inputs_follow_the_operands() -> None:
+    """Their dtypes are accepted, outputs are poisoned to the last byte, and scales have room for their padding."""
+    for op in cases.operators().values():
+        for device in (CPU, CUDA):
+            for case in cases.cases_of(op):
+                p = problem.make_problem(op, case, 33, 300, device)
+                for operand in p.program.operands():
+                    tensor = p.given[operand.name]
+                    assert str(tensor.dtype).removeprefix("torch.") in operand.dtypes or operand.like
+                    if operand.mode != "out":
+                        continue
+                    kept = p.as_kernel(operand.name, tensor).reshape(-1)
+                    nan = kept.dtype.is_floating_point and kept.element_size() > 1
+                    assert (kept.isnan() if nan else raw(kept) == 0x7F).all()
+                assert all((scale > 0) for scale in p.scalars().values())
+    padded = problem.make_problem(ALL["fused_add_rmsnorm_fp8_block_quant"], cases.USUAL, 33, 300, CPU)
+    assert padded.given["scale"].shape == (3, 36)
+    assert padded.modelled()["scale"].shape == (36, 3)
+
+
+def test_a_call_does_not_touch_the_problem() -> None:
+    op = ALL["fused_add_rmsnorm_fp8_block_quant"]
+    p = problem.make_problem(op, cases.MIXED, 5, 300, CPU)
+    before = {name: t.clone() for name, t in p.given.items()}
+    with backend("torch"):
+        written = problem.call(p, CPU)
+    assert model.same_bits(before, p.given)
+    assert written["scale"].shape == (8, 3) and not written["scale"][5:].any()
+    assert set(written) == {"out", "scale", "normed_out", "residual"}
+
+
+# ------------------------------------------------------------------ right and wrong routes
 def test_a_right_route_passes(perfect: None) -> None:
-    lines, missing = verify.check_device(CPU, quick=True)
-    assert {line.op for line in lines} == set(OPS)
-    assert [line.failures for line in lines] == [[] for _ in lines]
-    assert all(line.bits and line.repeats and line.chunks and line.speed == 1.5 for line in lines)
+    found, missing = verify.check_device(CPU, quick=True)
+    assert {line.op for line in found} == set(cases.operators())
+    assert [line.failures for line in found] == [[] for _ in found]
+    assert all(line.bits and line.repeats and line.chunks and line.speed == 1.5 for line in found)
     assert set(missing) == {"cute", "cuda", "torch"}
 
 
-def _other_sum(op, case, given, device):
+@pytest.mark.parametrize("where", [CPU, CUDA], ids=str)
+def test_a_right_route_passes_in_every_case(perfect: None, where: torch.device) -> None:
+    """On a GPU, too, where numbers may be tensors: the inputs are made on the CPU, and the model takes them there."""
+    for name, op in cases.operators().items():
+        for case in cases.cases_of(op):
+            line = lines.verify_line(op, where.type, case, where, ((33, 300), (2, 9000)), 1)
+            assert not line.failures, (name, case)
+            assert line.bits and line.like_cpu is (None if where is CPU else True)
+
+
+def _other_sum(p, device):
     """Right to the last bit or so, but with another order of additions."""
-    formula = model.exact(verify.program_of(op, case), given, {"eps": verify.EPS})
-    return {name: (v * (1 + 2.0**-12)).to(given[name].dtype) for name, v in formula.items()}
+    formula = model.exact(p.program, p.modelled(), p.scalars())
+    made = {}
+    for name, v in formula.items():
+        dtype, v = p.given[name].dtype, v * (1 + 2.0**-12)
+        made[name] = formats.encode(v.float(), dtype) if dtype in formats.LARGEST else v.to(dtype)
+    return made
 
 
-def _drift(op, case, given, device):
-    written = _model_call(op, case, given, device)
-    first = next(iter(written.values()))
-    first[0, 0] += torch.rand(()) + 1
+def _drift(p, device):
+    written = _canonical(p)
+    raw(written["x" if "x" in written else "out"])[-1, 0] ^= torch.randint(1, 255, ()).to(torch.uint8)
     return written
 
 
-def _by_batch(op, case, given, device):
-    written = _model_call(op, case, given, device)
-    return {name: t * 2 if t.shape[0] < 3 else t for name, t in written.items()}
-
-
-def _unwritten(op, case, given, device):
-    written = _model_call(op, case, given, device)
-    next(iter(written.values()))[-1, -1] = torch.nan
+def _by_batch(p, device):
+    written = _canonical(p)
+    for t in written.values() if p.rows < 3 else ():
+        raw(t)[0, 0] ^= 1
     return written
 
 
+def _unwritten(p, device):
+    written = _canonical(p)
+    raw(written["x" if "x" in written else "out"])[-1] = 0x7F
+    return written
+
+
+@pytest.mark.parametrize("op", ["rmsnorm", "fused_add_rmsnorm", "layernorm", "rmsnorm_quant", "rmsnorm_dynamic_quant"])
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -177,18 +171,71 @@ def _unwritten(op, case, given, device):
         (_unwritten, "steps from the formula"),
     ],
 )
-def test_a_wrong_route_fails(perfect: None, monkeypatch: pytest.MonkeyPatch, fault, said: str) -> None:
-    monkeypatch.setattr(verify, "call", fault)
-    lines, _ = verify.check_device(CPU, quick=True, ops=("rmsnorm", "fused_add_rmsnorm"))
-    for line in lines:
-        assert any(said in text for text in line.failures), line
+def test_a_wrong_route_fails(perfect: None, monkeypatch: pytest.MonkeyPatch, fault, said: str, op: str) -> None:
+    monkeypatch.setattr(problem, "call", fault)
+    found, _ = verify.check_device(CPU, quick=True, ops=(op,))
+    assert len(found) == 1
+    assert any(said in text for text in found[0].failures), found[0]
 
 
+def _padding_left(p, device):
+    written = _canonical(p)
+    written["scale"][p.rows :] = torch.nan
+    return written
+
+
+def _other_scale(p, device):
+    """Scales of twice the size, and codes that go with them."""
+    written = _canonical(p)
+    written["scale"] *= 2
+    written["out"] = formats.encode(written["out"].float() / 2, written["out"].dtype)
+    return written
+
+
+def _other_codes(p, device):
+    written = _canonical(p)
+    raw(written["out"])[4:, ::700] ^= 1
+    return written
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (_padding_left, "scale: 9 elements outside of the fp32 bound"),
+        (_other_scale, "outside of the fp32 bound"),
+        (_other_codes, "of out are equal to the rounded formula"),
+    ],
+)
+def test_wrong_scales_and_codes_fail_on_any_route(
+    perfect: None, monkeypatch: pytest.MonkeyPatch, fault, said: str
+) -> None:
+    """Not by their bits alone: the torch route promises none."""
+    monkeypatch.setattr(problem, "call", fault)
+    op = ALL["fused_add_rmsnorm_fp8_block_quant"]
+    found = lines.verify_line(op, "torch", cases.USUAL, CPU, ((33, 384),) * 10, 1)
+    assert any(said in text for text in found.failures), found.failures
+
+
+def test_a_difference_may_lose_what_its_operands_are_rounded_to() -> None:
+    """A bias that takes the norm away leaves numbers of many steps of their own, and few of the operands'."""
+    op = ALL["layernorm"]
+    p = problem.make_problem(op, cases.USUAL, 4, 64, CPU)
+    wanted = torch.full((4, 64), 1e-9, dtype=torch.float64)
+    wanted[:, 0] = 1.0
+    near = wanted.clone()
+    near[:, 1] = 5e-8
+    for offset, right in ((0.0, True), (3e-6, False)):
+        line = lines.new_line(op, "torch", cases.USUAL, CPU)
+        lines._judge(line, p, "out", (near + offset * (near < 1)).bfloat16(), wanted, "here", {})
+        assert (line.failures == []) == right
+
+
+# ------------------------------------------------------------------ the command
 def test_an_exception_is_a_finding(perfect: None, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no launch")
 
-    monkeypatch.setattr(verify, "call", broken)
+    monkeypatch.setattr(problem, "call", broken)
     arguments = argparse.Namespace(quick=True, json=False, device="cpu", ops="rmsnorm", routes="cpu")
     assert verify.run(arguments) == 1
     assert "FAIL rmsnorm, cpu, flashinfer, bfloat16: RuntimeError: no launch" in capsys.readouterr().out
@@ -209,7 +256,32 @@ def test_nothing_to_check_is_not_success(perfect: None, capsys) -> None:
 
 
 def test_the_torch_route_is_accurate() -> None:
-    lines, _ = verify.check_device(CPU, quick=True, routes=("torch",))
-    assert lines
-    assert [line.failures for line in lines] == [[] for _ in lines]
-    assert all(line.bits is None for line in lines)
+    found, _ = verify.check_device(CPU, quick=True, routes=("torch",))
+    assert {line.op for line in found} == set(cases.operators())
+    assert [line.failures for line in found] == [[] for _ in found]
+    assert all(line.bits is None for line in found)
+
+
+def test_the_torch_route_is_accurate_in_every_case() -> None:
+    for name, op in cases.operators().items():
+        for case in cases.cases_of(op):
+            assert not lines.verify_line(op, "torch", case, CPU, ((33, 300),), 1).failures, (name, case)
+
+
+def test_eager_pytorch_does_the_same_work() -> None:
+    """What speed is measured against: the formula's results, but for the rounding of a step or two."""
+    for name in OPS:
+        op = OPS[name]
+        for case in (cases.USUAL, *cases.CHOICES):
+            if any(value not in op.options.get(key, ()) for key, value in case.options):
+                continue
+            case = replace(case, extras=False, numerics="hf-gemma")  # what is normalised is the sum as it is stored
+            p = problem.make_problem(op, case, 4, 384, CPU)
+            result = eager._eager(p, dict(p.given))
+            y = result[0] if isinstance(result, tuple) else result
+            formula = model.exact(p.program, p.modelled(), p.scalars())
+            wanted = formula["out" if "out" in formula else "x"]
+            if cases.options_of(op, case).get("scale_format", "fp32") != "fp32":
+                continue  # eager PyTorch has no scales that are powers of two
+            apart = model.steps(y.flatten(1), wanted)
+            assert float((apart <= 2).double().mean()) > 0.99, (name, case)

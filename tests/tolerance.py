@@ -11,20 +11,30 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.oracles import LLAMA, Expected
+from tests.oracles import LLAMA, Expected, round_to
 
-_INT = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+_INT = {4: torch.int32, 2: torch.int16, 1: torch.int8, 8: torch.int64}
 FAR = 2**40  # a NaN against a number
 
 MIN_SHARE_ELEMENTS = 100_000
 EQUAL_SHARE = 0.999
 FP32_RELATIVE, FP32_OF_LARGEST, RSTD_RELATIVE = 2e-6, 1e-6, 1e-6
+DIFFERENCE_OF_LARGEST = 1e-6
+CODE_STEPS = 1
+SCALE_ROUNDING = 2.0**-23  # relative: the scale's rounding, and that of its inverse
 EAGER_FACTOR = 2.0
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """The integer representation."""
-    return tensor.detach().contiguous().view(_INT[tensor.dtype])
+    return tensor.detach().contiguous().view(_INT[tensor.element_size()])
+
+
+def is_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """NaNs whose representation is free: those of fp32, fp16 and bf16. Codes and bytes hold to the byte."""
+    if tensor.element_size() > 1 and tensor.is_floating_point():
+        return tensor.isnan()
+    return torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
 
 
 def steps_between(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -33,11 +43,13 @@ def steps_between(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     def ordered(t: torch.Tensor) -> torch.Tensor:
         raw = bits_of(t).to(torch.int64)
+        if not t.is_floating_point():
+            return raw
         lowest = -(2 ** (t.element_size() * 8 - 1))
         return torch.where(raw < 0, lowest - raw, raw)
 
     distance = (ordered(a) - ordered(b)).abs()
-    nan_a, nan_b = a.isnan(), b.isnan()
+    nan_a, nan_b = (t.float().isnan() if t.element_size() == 1 else is_nan(t) for t in (a, b))
     distance = torch.where(nan_a ^ nan_b, torch.full_like(distance, FAR), distance)
     return torch.where(nan_a & nan_b, torch.zeros_like(distance), distance)
 
@@ -50,7 +62,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def different_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Where the representations differ, NaN payloads exempt."""
     assert a.dtype == b.dtype and a.shape == b.shape, (a.dtype, b.dtype, a.shape, b.shape)
-    return (bits_of(a) != bits_of(b)) & ~(a.isnan() & b.isnan())
+    return (bits_of(a) != bits_of(b)) & ~(is_nan(a) & is_nan(b))
 
 
 def assert_same_bits(got: torch.Tensor, want: torch.Tensor, what: str = "") -> None:
@@ -74,23 +86,34 @@ def max_steps(dtype: torch.dtype, numerics: str) -> int:
 
 
 @dataclass
+class Share:
+    """How many of the elements judged so far are equal to the oracle's."""
+
+    elements: int = 0
+    equal: int = 0
+
+    def add(self, equal: torch.Tensor) -> None:
+        self.elements += equal.numel()
+        self.equal += int(equal.sum())
+
+
+@dataclass
 class Pool:
-    """Results of one operator, dtype and mode, judged one by one and as a share.
+    """Results of one operator, its dtypes and mode, judged one by one and as shares.
 
     Attributes:
         numerics: the mode, which decides the step bound of 16-bit results.
     """
 
     numerics: str
-    elements: int = 0
-    equal: int = 0
+    shares: dict[str, Share] = field(default_factory=dict)
     own_error: list[float] = field(default_factory=list)
     eager_error: list[float] = field(default_factory=list)
     own_worst: float = 0.0
     eager_worst: float = 0.0
 
     def add(self, got: torch.Tensor, want: Expected, what: str, eager: torch.Tensor | None = None) -> None:
-        """Judges one output; remembers its share and, given eager PyTorch's result, both errors."""
+        """Judges one fp32 or 16-bit result; remembers its share and, given eager PyTorch's, both errors."""
         got = got.detach().cpu()
         rows = want.judged
         assert got.shape == want.out.shape, f"{what}: shape {tuple(got.shape)}"
@@ -98,22 +121,20 @@ class Pool:
         got, exact, rounded = got[rows], want.out[rows], want.rounded[rows]
         if not got.numel():
             return
+        largest = exact.abs().amax(-1, keepdim=True)
+        if want.operand is not None:
+            largest = torch.maximum(largest, want.operand[rows].unsqueeze(-1))
         if got.dtype == torch.float32:
-            close = exact.abs() * FP32_RELATIVE + exact.abs().amax(-1, keepdim=True) * FP32_OF_LARGEST
-            wrong = ~((got.double() - exact).abs() <= close)
+            wrong = ~((got.double() - exact).abs() <= exact.abs() * FP32_RELATIVE + largest * FP32_OF_LARGEST)
             # an fp32 overflow is a correct rounding, not an error
             wrong &= ~(steps_between(got, rounded) == 0)
         else:
             steps = steps_between(got, rounded)
             wrong = steps > max_steps(got.dtype, self.numerics)
-            self.elements += got.numel()
-            self.equal += int((steps == 0).sum())
-        if bool(wrong.any()):
-            where = tuple(int(i) for i in wrong.nonzero()[0])
-            raise AssertionError(
-                f"{what}: {int(wrong.sum())} of {wrong.numel()} elements out of tolerance; first at {where}: "
-                f"{got[where].item()!r}, expected {exact[where].item()!r}"
-            )
+            if want.operand is not None:
+                wrong &= ~((got.double() - exact).abs() <= largest * DIFFERENCE_OF_LARGEST)
+            self._share("elements").add(steps == 0)
+        _fail(wrong, got, exact, what)
         if eager is not None and bool(got.isfinite().all()):
             other = (eager.detach().cpu()[rows].double() - exact).abs()
             own = (got.double() - exact).abs()
@@ -122,20 +143,67 @@ class Pool:
             self.own_worst = max(self.own_worst, float(own.max()))
             self.eager_worst = max(self.eager_worst, float(other.max()))
 
+    def add_codes(self, got: torch.Tensor, quotient: torch.Tensor, judged: torch.Tensor, what: str) -> None:
+        """Judges codes by the fp64 norm divided by the stored scale: a step at most, and few of those.
+
+        A quotient of two bf16 numbers is a tie of two codes once in a thousand. The stored scale was rounded, so what
+        is left of such a tie by it means nothing: both codes count as right.
+        """
+        got, quotient = got.detach().cpu()[judged], quotient[judged]
+        near = [round_to(quotient * (1 + side * SCALE_ROUNDING), got.dtype) for side in (-1, 0, 1)]
+        steps = torch.stack([steps_between(got, code) for code in near]).amin(0)
+        self._share("codes").add(steps == 0)
+        _fail(steps > CODE_STEPS, got, quotient, f"{what}: codes")
+
+    def add_scales(self, got: torch.Tensor, want: torch.Tensor, step: torch.Tensor, what: str) -> None:
+        """Judges scales by the fp64 ones.
+
+        Args:
+            got: fp32, or the exponent bytes of powers of two.
+            want: fp64.
+            step: how much of an fp32 scale one step of the values' dtype is, for T of 16 bits; 0: judged as fp32.
+        """
+        got = got.detach().cpu()
+        if got.dtype == torch.uint8:
+            near = torch.log2(want).round().long() + 127
+            wrong, equal = (got.long() - near).abs() > 1, got.long() == near
+        else:
+            apart = (got.double() - want).abs()
+            wrong = ~(apart <= step + want * (FP32_RELATIVE + FP32_OF_LARGEST))
+            equal = got == want.float()
+        if bool((step > 0).all()):
+            self._share("scales").add(equal)
+        _fail(wrong, got, want, f"{what}: scales")
+
+    def _share(self, name: str) -> Share:
+        return self.shares.setdefault(name, Share())
+
     def judge(self, what: str, *, need: int = MIN_SHARE_ELEMENTS) -> None:
-        """The share of equal elements and the comparison with eager PyTorch, over everything added."""
-        if self.elements:
-            assert self.elements >= need, f"{what}: {self.elements} elements are too few to judge a share"
-            share = self.equal / self.elements
-            assert share >= EQUAL_SHARE, (
-                f"{what}: {share:.5%} of {self.elements} elements equal, need {EQUAL_SHARE:.1%}"
-            )
+        """The shares of equal elements and the comparison with eager PyTorch, over everything added.
+
+        There are never enough scales for their share to mean something, but in a test of their own.
+        """
+        for name, share in self.shares.items():
+            if name == "scales" and share.elements < need:
+                continue
+            assert share.elements >= need, f"{what}: {share.elements} {name} are too few to judge a share"
+            part = share.equal / share.elements
+            assert part >= EQUAL_SHARE, f"{what}: {part:.5%} of {share.elements} {name} equal, need {EQUAL_SHARE:.1%}"
         if self.eager_error:
             own, other = sum(self.own_error) ** 0.5, sum(self.eager_error) ** 0.5
             assert own <= EAGER_FACTOR * other, f"{what}: error {own:g} is more than twice eager PyTorch's {other:g}"
             assert self.own_worst <= EAGER_FACTOR * self.eager_worst, (
                 f"{what}: worst error {self.own_worst:g} is more than twice eager PyTorch's {self.eager_worst:g}"
             )
+
+
+def _fail(wrong: torch.Tensor, got: torch.Tensor, exact: torch.Tensor, what: str) -> None:
+    if bool(wrong.any()):
+        where = tuple(int(i) for i in wrong.nonzero()[0])
+        raise AssertionError(
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements out of tolerance; first at {where}: "
+            f"{got[where].item()!r}, expected {exact[where].item()!r}"
+        )
 
 
 def assert_rstd(got: torch.Tensor, want: Expected, what: str = "") -> None:

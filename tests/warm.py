@@ -14,31 +14,32 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.combos import BF16, CHUNKED, COMBOS, FUSED, PLAIN, some_hidden
-from tests.inputs import Problem
+from tests.combos import BLOCKED, CHUNKED, COMBOS, USUAL, some_hidden
+from tests.problem import Problem
 
 ROOT = Path(__file__).parent.parent
+BROADCAST = ("rmsnorm", "gemma_rmsnorm", "rmsnorm_quant", "gemma_rmsnorm_quant")  # take a weight for each row
 
 
 def problems(device: str) -> Iterator[tuple[str, Problem, str]]:
     """(route, problem, out) of what the tests compile; the slowest compilations first."""
     if device == "cpu":
-        yield from (("cpu", Problem(combo, (2, 64)), "none") for combo in COMBOS)
+        yield from (("cpu", Problem(combo, (2, 128)), "none") for combo in COMBOS)
         return
     for combo in COMBOS:
-        yield "cuda", Problem(combo, (2, 64), device), "none"
+        yield "cuda", Problem(combo, (2, 128), device), "none"
         for h in some_hidden(combo):
             yield "cute", Problem(combo, (2, h), device), "none"
     for combo in CHUNKED:
         yield "cute", Problem(combo, (2, 128), device), "none"
-    for combo in BF16:
-        for shape in ((3, 5, 128), (19, 576), (5, 111)):
+    for combo in USUAL:
+        for shape in ((3, 5, 128), (19, 576), (5, 111)) if combo.op != BLOCKED else ((3, 5, 128), (19, 640)):
             for layout in ("contiguous", "misaligned", "half", "transposed"):
-                for out in ("none", "heads", "misaligned") if combo.op in PLAIN and len(shape) == 3 else ("none",):
+                for out in ("none", "heads", "misaligned") if not combo.in_place and len(shape) == 3 else ("none",):
                     yield "cute", Problem(combo, shape, device, layout=layout), out
-        for residual_layout in ("heads", "transposed", "misaligned") if combo.op in FUSED else ():
+        for residual_layout in ("heads", "transposed", "misaligned") if combo.residual else ():
             yield "cute", Problem(combo, (3, 5, 128), device, residual_layout=residual_layout), "none"
-        for weight_shape in ((5, 128), (3, 1, 128), (3, 5, 128)) if combo.op in PLAIN else ():
+        for weight_shape in ((5, 128), (3, 1, 128), (3, 5, 128)) if combo.op in BROADCAST else ():
             yield "cute", Problem(combo, (3, 5, 128), device, weight_shape=weight_shape), "none"
 
 

@@ -165,6 +165,19 @@ FN_HOST_DEVICE void narrow(Pack<f16, N>& pack, const float (&v)[N]) {
 #endif
 }
 
+// ---------------------------------------------------------------- one element
+FN_HOST_DEVICE float widened(float v) { return v; }
+FN_HOST_DEVICE float widened(bf16 v) { return soft::widen_bf16(v.bits); }
+FN_HOST_DEVICE float widened(f16 v) {
+#if FN_DEVICE_CODE
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(v.bits));
+  return wide;
+#else
+  return soft::widen_f16(v.bits);
+#endif
+}
+
 // v <- rT(v), as fp32: the roundings inside a formula.
 template <class T, int N>
 FN_HOST_DEVICE void round_to(float (&v)[N]) {

@@ -16,27 +16,28 @@ namespace flashnorm {
 
 // The value of the thread whose number in the warp differs in the bits of `mask`; all 32 threads call it.
 FN_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
+FN_DEVICE uint32_t shuffle_xor(uint32_t v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
 
 // The value of the thread before this one in the warp (its own, in the first); all 32 threads call it.
 FN_DEVICE uint32_t shuffle_up(uint32_t v) { return __shfl_up_sync(0xFFFFFFFFu, v, 1); }
 
 FN_DEVICE void sync_cta() { __syncthreads(); }
 
-// 16 bytes that nobody reads again soon: they make room in the caches for what is.
-
 // Asks for a line to be brought to L2, where the memory of a GPU is coherent: no value is read.
 FN_DEVICE void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at)));
 }
 
-// What the reductions of a CTA share: two sets of 32 values, used in turn, each with the barrier that
-// counts the bytes other CTAs of a cluster have put into it.
+// What the reductions of a CTA share: two sets of 32 values for each of the sums that are found at once, used in
+// turn, each with the barrier that counts the bytes other CTAs of a cluster have put into it.
+template <int kSums>
 struct Slots {
-  alignas(16) float values[2][32];
+  alignas(16) float values[2][kSums][32];
   uint64_t barriers[2];
 };
-FN_DEVICE Slots& shared_slots() {
-  __shared__ Slots slots;
+template <int kSums>
+FN_DEVICE Slots<kSums>& shared_slots() {
+  __shared__ Slots<kSums> slots;
   return slots;
 }
 
@@ -48,10 +49,19 @@ FN_DEVICE uint4* dynamic_shared() {
 
 FN_DEVICE uint32_t shared_address(const void* at) { return uint32_t(__cvta_generic_to_shared(at)); }
 
-// Starts a copy of 16 bytes to shared memory; `await_copies` waits for all that this thread has started.
+// Starts a copy of 16 or 8 bytes to shared memory; `await_copies` waits for all that this thread has started.
 FN_DEVICE void start_copy(uint4* to, const uint4* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
+#else
+  *to = *from;
+#endif
+}
+FN_DEVICE void start_copy(uint2* to, const uint2* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)),
                "l"(__cvta_generic_to_global(from))
                : "memory");
 #else
@@ -83,7 +93,8 @@ FN_DEVICE int cluster_rank() {
 }
 
 // Makes the barriers, and tells the peers; every thread of the CTA calls it, early.
-FN_DEVICE void cluster_open(Slots& slots) {
+template <int kSums>
+FN_DEVICE void cluster_open(Slots<kSums>& slots) {
 #if FN_CLUSTERS
   if (threadIdx.x == 0) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&slots.barriers[0])) : "memory");
@@ -103,7 +114,8 @@ FN_DEVICE void cluster_peers_open() {
 }
 
 // One thread of the CTA: set `phase` of this CTA will take `values` values.
-FN_DEVICE void cluster_expect(Slots& slots, int phase, int values) {
+template <int kSums>
+FN_DEVICE void cluster_expect(Slots<kSums>& slots, int phase, int values) {
 #if FN_CLUSTERS
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&slots.barriers[phase])),
                "r"(4 * values)
@@ -111,11 +123,12 @@ FN_DEVICE void cluster_expect(Slots& slots, int phase, int values) {
 #endif
 }
 
-// values[phase][slot] <- v in CTA `rank`.
-FN_DEVICE void cluster_put(Slots& slots, int phase, int slot, float v, int rank) {
+// values[phase][sum][slot] <- v in CTA `rank`.
+template <int kSums>
+FN_DEVICE void cluster_put(Slots<kSums>& slots, int phase, int sum, int slot, float v, int rank) {
 #if FN_CLUSTERS
   uint32_t value, barrier;
-  const uint32_t own_value = shared_address(&slots.values[phase][slot]);
+  const uint32_t own_value = shared_address(&slots.values[phase][sum][slot]);
   const uint32_t own_barrier = shared_address(&slots.barriers[phase]);
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(value) : "r"(own_value), "r"(rank));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(own_barrier), "r"(rank));
@@ -126,7 +139,8 @@ FN_DEVICE void cluster_put(Slots& slots, int phase, int slot, float v, int rank)
 }
 
 // Waits for the `turn`-th filling of set `phase` (the first is turn 0).
-FN_DEVICE void cluster_await(Slots& slots, int phase, int turn) {
+template <int kSums>
+FN_DEVICE void cluster_await(Slots<kSums>& slots, int phase, int turn) {
 #if FN_CLUSTERS
   uint32_t done = 0;
   while (!done) {

@@ -21,29 +21,51 @@ FN_HOST_DEVICE constexpr int lanes_of(int hidden_size) {
   return lanes;
 }
 
-// What is summed: `first` starts a position's sum with its first term, `next` adds a further one.
+// What is summed: `first` starts a position's sum with its first term, `next` adds a further one. Whether a missing
+// element's +0 may be left out: not where a sum may be -0, which it turns into +0.
 struct Squares {
+  static constexpr bool kSkipsMissing = true;
   FN_HOST_DEVICE static float first(float v) { return fp::mul(v, v); }
   FN_HOST_DEVICE static float next(float sum, float v) { return fp::fma(v, v, sum); }
 };
+struct Values {
+  static constexpr bool kSkipsMissing = false;
+  FN_HOST_DEVICE static float first(float v) { return v; }
+  FN_HOST_DEVICE static float next(float sum, float v) { return fp::add(sum, v); }
+};
 
-// One lane's sum: 8 positions, accumulated over its groups in order, then folded.
-template <class Term>
+// One lane's sums, one for each of the terms: 8 positions, accumulated over its groups in order, then folded.
+template <class... Terms>
 struct Lane {
-  float at[kGroup];
+  static constexpr int kSums = sizeof...(Terms);
+  static constexpr bool kSkipsMissing = (Terms::kSkipsMissing && ...);
+  float at[kSums][kGroup];
 
   FN_HOST_DEVICE void first(const float (&v)[kGroup]) {
-    FN_UNROLL
-    for (int i = 0; i < kGroup; ++i) at[i] = Term::first(v[i]);
+    int sum = 0;
+    (start<Terms>(at[sum++], v), ...);
   }
   FN_HOST_DEVICE void next(const float (&v)[kGroup]) {
-    FN_UNROLL
-    for (int i = 0; i < kGroup; ++i) at[i] = Term::next(at[i], v[i]);
+    int sum = 0;
+    (proceed<Terms>(at[sum++], v), ...);
   }
-  FN_HOST_DEVICE float fold() const {
-    const float even = fp::add(fp::add(at[0], at[4]), fp::add(at[2], at[6]));
-    const float odd = fp::add(fp::add(at[1], at[5]), fp::add(at[3], at[7]));
+  FN_HOST_DEVICE float fold(int sum) const {
+    const float (&p)[kGroup] = at[sum];
+    const float even = fp::add(fp::add(p[0], p[4]), fp::add(p[2], p[6]));
+    const float odd = fp::add(fp::add(p[1], p[5]), fp::add(p[3], p[7]));
     return fp::add(even, odd);
+  }
+
+ private:
+  template <class Term>
+  FN_HOST_DEVICE static void start(float (&p)[kGroup], const float (&v)[kGroup]) {
+    FN_UNROLL
+    for (int i = 0; i < kGroup; ++i) p[i] = Term::first(v[i]);
+  }
+  template <class Term>
+  FN_HOST_DEVICE static void proceed(float (&p)[kGroup], const float (&v)[kGroup]) {
+    FN_UNROLL
+    for (int i = 0; i < kGroup; ++i) p[i] = Term::next(p[i], v[i]);
   }
 };
 
@@ -56,16 +78,29 @@ FN_DEVICE int log2_of(int power_of_two) {
   return log;
 }
 
-FN_DEVICE float add_across(float v, int lane_mask) { return fp::add(v, shuffle_xor(v, lane_mask)); }
+// How two values become one: a sum of them, or the larger of two bit patterns that a float carries.
+struct Add {
+  FN_DEVICE static float join(float a, float b) { return fp::add(a, b); }
+};
+struct Larger {
+  FN_DEVICE static float join(float a, float b) {
+    return float_of(bits_of(a) > bits_of(b) ? bits_of(a) : bits_of(b));
+  }
+};
+
+template <class Join>
+FN_DEVICE float join_across(float v, int lane_mask) {
+  return Join::join(v, shuffle_xor(v, lane_mask));
+}
 
 // Folds the lanes of a warp whose 32 threads are on one row, each thread holding kLanes of them, and
-// then their blocks of 32 over the lanes that a thread holds. The result is in every thread.
+// then their blocks of 32 over the lanes that a thread holds. The results, one a sum, are in every thread.
 //
 // kLanes separate butterflies would be 5 * kLanes shuffles. Here a step hands half of the values over
 // and keeps the other half, so that all steps together take kLanes - 1 + 5; an addition commutes, so
 // the sums are the same ones.
-template <int kLanes>
-FN_DEVICE float fold_warp(float (&lane)[kLanes]) {
+template <class Join, int kSums, int kLanes>
+FN_DEVICE void fold_warp(float (&folded)[kSums], float (&lane)[kSums][kLanes]) {
   static_assert((kLanes & (kLanes - 1)) == 0 && kLanes <= 32, "a power of two");
   const int thread = threadIdx.x % 32;
   int step = 16;
@@ -74,24 +109,34 @@ FN_DEVICE float fold_warp(float (&lane)[kLanes]) {
     const bool upper = thread & step;
     FN_UNROLL
     for (int j = 0; j < held; ++j) {
-      const float give = upper ? lane[j] : lane[j + held];
-      const float keep = upper ? lane[j + held] : lane[j];
-      lane[j] = fp::add(keep, shuffle_xor(give, step));
+      FN_UNROLL
+      for (int k = 0; k < kSums; ++k) {
+        const float give = upper ? lane[k][j] : lane[k][j + held];
+        const float keep = upper ? lane[k][j + held] : lane[k][j];
+        lane[k][j] = Join::join(keep, shuffle_xor(give, step));
+      }
     }
   }
-  float v = lane[0];
   FN_UNROLL
-  for (; step >= 1; step /= 2) v = add_across(v, step);
+  for (int k = 0; k < kSums; ++k) folded[k] = lane[k][0];
   FN_UNROLL
-  for (int held = kLanes / 2, across = 16; held >= 1; held /= 2, across /= 2) v = add_across(v, across);
-  return v;
+  for (; step >= 1; step /= 2) {
+    FN_UNROLL
+    for (int k = 0; k < kSums; ++k) folded[k] = join_across<Join>(folded[k], step);
+  }
+  FN_UNROLL
+  for (int held = kLanes / 2, across = 16; held >= 1; held /= 2, across /= 2) {
+    FN_UNROLL
+    for (int k = 0; k < kSums; ++k) folded[k] = join_across<Join>(folded[k], across);
+  }
 }
 
 // Folds `lanes` (1 to 32, a power of two) neighbouring threads, one lane each.
+template <class Join>
 FN_DEVICE float fold_part_of_warp(float v, int lanes) {
   FN_UNROLL
   for (int step = 16; step >= 1; step /= 2) {
-    if (step < lanes) v = add_across(v, step);
+    if (step < lanes) v = join_across<Join>(v, step);
   }
   return v;
 }
@@ -106,22 +151,23 @@ struct BlockSlots {
     return (block & (quarter - 1)) * 4 + (block >> shift);
   }
   // `values` is 16-byte aligned where there are four or more.
+  template <class Join>
   FN_DEVICE static float fold(const float* values, int blocks) {
-    if (blocks == 2) return fp::add(values[0], values[1]);
+    if (blocks == 2) return Join::join(values[0], values[1]);
     const int quarter = blocks / 4;
     const float4 b = reinterpret_cast<const float4*>(values)[threadIdx.x & (quarter - 1)];
-    return fold_part_of_warp(fp::add(fp::add(b.x, b.z), fp::add(b.y, b.w)), quarter);
+    return fold_part_of_warp<Join>(Join::join(Join::join(b.x, b.z), Join::join(b.y, b.w)), quarter);
   }
 };
 
 // Joins the threads of a row: kThreads of this CTA (0: blockDim.x, a power of two), and those of the other
 // CTAs of its cluster. `row` is the row among those of the CTA. One object a kernel; `fold` may be called
-// several times, by all threads of the CTA.
-template <int kThreads, int kCluster>
+// several times, by all threads of the CTA, for up to kMost values at once.
+template <int kThreads, int kCluster, int kMost>
 class RowReduce {
  public:
   FN_DEVICE RowReduce(int row, int rank)
-      : slots_(shared_slots()),
+      : slots_(shared_slots<kMost>()),
         threads_(kThreads > 0 ? kThreads : int(blockDim.x)),
         warps_(threads_ / 32),
         blocks_(warps_ * kCluster),
@@ -131,35 +177,49 @@ class RowReduce {
     if (kCluster > 1) cluster_open(slots_);
   }
 
-  // lane[j] is the sum of the thread's j-th lane; the lanes of a thread are a power of two.
-  template <int kLanes>
-  FN_DEVICE float fold(float (&lane)[kLanes]) {
-    if (kLanes == 1 && threads_ < 32) return fold_part_of_warp(lane[0], threads_);
-    const float v = fold_warp(lane);
-    if (blocks_ == 1) return v;
-    const int phase = sums_ % 2, turn = sums_ / 2;
-    ++sums_;
+  // lane[k][j] is the k-th sum of the thread's j-th lane; the lanes of a thread are a power of two.
+  template <class Join, int kSums, int kLanes>
+  FN_DEVICE void fold(float (&folded)[kSums], float (&lane)[kSums][kLanes]) {
+    static_assert(kSums <= kMost, "no room for so many");
+    if (kLanes == 1 && threads_ < 32) {
+      FN_UNROLL
+      for (int k = 0; k < kSums; ++k) folded[k] = fold_part_of_warp<Join>(lane[k][0], threads_);
+      return;
+    }
+    fold_warp<Join>(folded, lane);
+    if (blocks_ == 1) return;
+    const int phase = folds_ % 2, turn = folds_ / 2;
+    ++folds_;
     const int thread = threadIdx.x % 32;
     if (kCluster > 1) {
       if (phase == 0 && turn == 0) cluster_peers_open();
-      if (threadIdx.x == 0) cluster_expect(slots_, phase, blocks_);
-      if (thread < kCluster) cluster_put(slots_, phase, mine_, v, thread);
+      if (threadIdx.x == 0) cluster_expect(slots_, phase, blocks_ * kSums);
+      FN_UNROLL
+      for (int k = 0; k < kSums; ++k) {
+        if (thread < kCluster) cluster_put(slots_, phase, k, mine_, folded[k], thread);
+      }
       cluster_await(slots_, phase, turn);
     } else {
-      if (thread == 0) slots_.values[phase][mine_] = v;
+      FN_UNROLL
+      for (int k = 0; k < kSums; ++k) {
+        if (thread == 0) slots_.values[phase][k][mine_] = folded[k];
+      }
       sync_cta();
     }
-    return BlockSlots::fold(slots_.values[phase] + first_, blocks_);
+    FN_UNROLL
+    for (int k = 0; k < kSums; ++k) {
+      folded[k] = BlockSlots::fold<Join>(slots_.values[phase][k] + first_, blocks_);
+    }
   }
 
  private:
-  Slots& slots_;
+  Slots<kMost>& slots_;
   int threads_;
   int warps_;
   int blocks_;
   int first_;
   int mine_ = 0;
-  int sums_ = 0;
+  int folds_ = 0;
 };
 
 #endif  // FN_KERNELS

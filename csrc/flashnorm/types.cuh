@@ -1,8 +1,8 @@
-// The words everything else is written in: qualifiers, 16-bit types, packs of elements.
+// The words everything else is written in: qualifiers, narrow types, packs of elements.
 //
-// The same files serve nvcc and a plain host compiler, so nothing here needs a CUDA header: bfloat16
-// and float16 are types of our own that only carry bits. All arithmetic is fp32 (fp.cuh), and the way
-// between the two is codec.cuh.
+// The same files serve nvcc and a plain host compiler, so nothing here needs a CUDA header: bfloat16,
+// float16 and the two 8-bit floats are types of our own that only carry bits. All arithmetic is fp32 (fp.cuh),
+// and the way between the two is codec.cuh and codec8.cuh.
 #pragma once
 
 #include <cstdint>
@@ -33,6 +33,15 @@ struct bf16 {
 
 struct f16 {
   uint16_t bits;
+};
+
+// float8_e4m3fn (no infinities, one NaN a sign) and float8_e5m2.
+struct e4m3 {
+  uint8_t bits;
+};
+
+struct e5m2 {
+  uint8_t bits;
 };
 
 // Elements of the canonical sum's groups: the unit of work everywhere (arithmetic.md, "Rows").
@@ -68,9 +77,17 @@ FN_HOST_DEVICE uint32_t bits_of(float value) {
 }
 
 template <class T, int N>
-FN_HOST_DEVICE void clear(Pack<T, N>& pack) {
+FN_HOST_DEVICE void fill(Pack<T, N>& pack, uint32_t word) {
   FN_UNROLL
-  for (int i = 0; i < Pack<T, N>::kWords; ++i) pack.words[i] = 0;
+  for (int i = 0; i < Pack<T, N>::kWords; ++i) pack.words[i] = word;
 }
+
+template <class T, int N>
+FN_HOST_DEVICE void clear(Pack<T, N>& pack) {
+  fill(pack, 0);
+}
+
+// A word that is NaN for fp32, and two for float16 and bfloat16.
+constexpr uint32_t kNanWord = 0x7FFF7FFFu;
 
 }  // namespace flashnorm

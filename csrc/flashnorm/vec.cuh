@@ -5,10 +5,12 @@
 
 namespace flashnorm {
 
-// A row's place in the row grid [outer, inner]; rows [M, H] are one outer row of M.
+// A row's place in the row grid [outer, inner], and its number when the grid is flattened; rows [M, H] are one
+// outer row of M.
 struct Row {
   int64_t outer;
   int64_t inner;
+  int64_t number = 0;
 };
 
 // How much of a pack exists, and how it may be touched. A route adds ways of its own: an `Access` is a
@@ -17,11 +19,29 @@ struct Row {
 //
 // Whole: every element is there, aligned for the widest accesses (16 bytes, or the pack if it is smaller).
 struct Whole {};
+// Gated: a whole pack or none, for threads that work together and so all come along.
+struct Gated {
+  bool there;
+};
 // Ragged: the first `count` elements are there (the rest reads as zero and is never written), of any
 // alignment. For the host; a GPU reads such rows in its own way (access.cuh).
 struct Ragged {
   int count;
 };
+
+// How many of a pack's N elements are there. It may be negative, or more than N.
+template <int N>
+FN_HOST_DEVICE int count_of(Whole) {
+  return N;
+}
+template <int N>
+FN_HOST_DEVICE int count_of(Gated access) {
+  return access.there ? N : 0;
+}
+template <int N>
+FN_HOST_DEVICE int count_of(Ragged access) {
+  return access.count;
+}
 
 // A pack's place: its row, its first column, and its access.
 template <class Access>
@@ -93,6 +113,11 @@ FN_HOST_DEVICE void store(T* to, const Pack<T, N>& pack, Whole) {
 #endif
 }
 
+template <class T, int N>
+FN_HOST_DEVICE void store(T* to, const Pack<T, N>& pack, Gated access) {
+  if (access.there) store(to, pack, Whole{});
+}
+
 template <bool kOnce, class T, int N>
 inline void load(Pack<T, N>& pack, const T* from, Ragged access) {
   clear(pack);
@@ -143,6 +168,37 @@ struct PerRowRef {
   FN_HOST_DEVICE void enter(Row row) { ptr += row.outer * outer_stride + row.inner * inner_stride; }
 
   FN_HOST_DEVICE T& operator[](Row at) const { return ptr[at.outer * outer_stride + at.inner * inner_stride]; }
+};
+
+// Rows that an index picks from: a "pool" operand.
+template <class T>
+struct PoolRef {
+  T* ptr;
+  int64_t stride;
+  int64_t rows;
+
+  FN_HOST_DEVICE void enter(int col) { ptr += col; }
+
+  FN_HOST_DEVICE bool has(int64_t index) const { return uint64_t(index) < uint64_t(rows); }
+  FN_HOST_DEVICE T* row(int64_t index) const { return ptr + index * stride; }
+};
+
+// B values for each row of the flattened grid: a "blocks" operand, which has `rows` rows. Those past the grid's
+// are padding.
+template <class T>
+struct BlocksRef {
+  T* ptr;
+  int64_t row_stride;
+  int64_t column_stride;
+  int64_t rows;
+  int columns;
+  int hidden_size;  // of the rows that the values are for
+
+  FN_HOST_DEVICE void enter(Row row) { ptr += row.number * row_stride; }
+
+  FN_HOST_DEVICE T& at(Row row, int column) const {
+    return ptr[row.number * row_stride + column * column_stride];
+  }
 };
 
 }  // namespace flashnorm

@@ -31,7 +31,9 @@ _SOURCES = tuple(
         "fp.cuh",
         "vec.cuh",
         "codec.cuh",
+        "codec8.cuh",
         "stages.cuh",
+        "stages",
         "ffi/operands.h",
         "cpu",
     )

@@ -16,11 +16,22 @@ from flashnorm.jit.env import BuildError, Missing
 from flashnorm.jit.link import find_linker, link_object, load_linked
 from flashnorm.jit.spec import ENTRY_POINT, safe_name
 from flashnorm.jit.toolchain import find_tvm_ffi, tvm_ffi_version
-from flashnorm.kernels.tile import plans_for, sm_of
-from flashnorm.program import Variant
+from flashnorm.kernels.plans import plans_for
+from flashnorm.kernels.tile import sm_of
+from flashnorm.program import Cast, SaveRstd, Variant
 
 _ROOT = Path(__file__).resolve().parents[1]
-_SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_SHORT = {
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+    "int8": "i8",
+    "uint8": "u8",
+    "int32": "i32",
+    "int64": "i64",
+}
 
 
 @functools.cache
@@ -81,7 +92,7 @@ def spec(variant: Variant, target: str) -> ArtifactSpec:
             link_object(folder, linker, dsl, ffi)
 
     program = variant.program
-    stages = "_".join(type(stage).__name__ for stage in (program.load, program.stats, *program.maps))
+    stages = "_".join(type(stage).__name__ for stage in program.stages() if not isinstance(stage, (Cast, SaveRstd)))
     dtypes = "_".join(dict.fromkeys(_SHORT.get(d, d) for d in variant.dtypes))
     return ArtifactSpec(
         name=safe_name("cute", stages, dtypes, variant.hidden_size, target),

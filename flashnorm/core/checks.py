@@ -6,6 +6,7 @@ All of it works on shapes, dtypes, devices and strides, so it traces under torch
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,30 +14,61 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashnorm.core import layout
-from flashnorm.program import Operand
+from flashnorm.program import FLOATS, Operand, QuantBlocks, RowProgram
 
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
 
-FLOATS = ("float32", "float16", "bfloat16")
 MAX_HIDDEN = 262_144
 FLT_MAX = 3.4028234663852886e38
+SMALLEST = 7.006492321624087e-46  # the least double that rounds to an fp32 value other than 0
+AT_LEAST = {"eps": 0.0}  # run-time scalars that may be 0; all others must be positive, as fp32 values
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def least(name: str) -> float:
+    """The smallest value that a run-time scalar may have."""
+    return AT_LEAST.get(name, SMALLEST)
+
+
 def check_scalar(op: Op, name: str, value: Any) -> float:
-    """A run-time fp32 value: a finite Python number >= 0."""
+    """A run-time fp32 value: a finite Python number >= 0, or > 0."""
     if isinstance(value, torch.SymFloat):
         return value  # type: ignore[return-value]  # a compiler's symbol, checked when it has a value
+    label = op.labels.get(name, name)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{op.name}: {name} must be a Python number, got {type(value).__name__}")
+        tensor = " or a tensor of one element" if label in op.by_value else ""
+        raise TypeError(f"{op.called}: {label} must be a Python number{tensor}, got {type(value).__name__}")
     number = float(value)
-    if not (0.0 <= number <= FLT_MAX):
-        raise ValueError(f"{op.name}: {name} must be finite and >= 0, got {value!r}")
+    if not (least(name) <= number <= FLT_MAX):
+        bound = ">= 0" if least(name) == 0.0 else "> 0 as an fp32 value"
+        raise ValueError(f"{op.called}: {label} must be finite and {bound}, got {value!r}")
     return number
+
+
+def split(op: Op, name: str, value: Any) -> tuple[torch.Tensor | None, float]:
+    """An argument that is a number or a tensor of one element, as (tensor that a kernel reads or None, number).
+
+    A tensor on the CPU is read here. A kernel reads fp32, fp16 and bf16; other numbers become fp32.
+    """
+    scalar, default = op.by_value[name]
+    if value is None and default is not None:
+        return None, default
+    if not isinstance(value, torch.Tensor):
+        return None, check_scalar(op, scalar, value)
+    if value.dim() > 1 or value.numel() != 1:
+        raise ValueError(f"{op.called}: {name} must be a scalar tensor or shape (1,), got {tuple(value.shape)}")
+    if value.dtype == torch.bool or value.dtype.is_complex:
+        raise ValueError(f"{op.called}: {name} must be a real number, got {dtype_name(value)}")
+    if value.device.type == "cpu" and type(value) in PLAIN and not torch.compiler.is_compiling():
+        return None, check_scalar(op, scalar, value.item())
+    return value if dtype_name(value) in FLOATS else value.float(), 1.0
+
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def check_option(op: Op, name: str, value: Any) -> Any:
@@ -45,72 +77,104 @@ def check_option(op: Op, name: str, value: Any) -> Any:
     try:
         return accepted[value]
     except (KeyError, TypeError):
-        raise ValueError(f"{op.name}: {name} must be one of {sorted(map(str, accepted))}, got {value!r}") from None
+        raise ValueError(f"{op.called}: {name} must be one of {sorted(map(str, accepted))}, got {value!r}") from None
 
 
-def check_tensors(op: Op, tensors: Sequence[Any]) -> None:
-    """Presence, types, dtypes, devices and shapes of the operands of one call."""
+def check_present(op: Op, tensors: Sequence[Any]) -> None:
+    """Presence and types of the operands of one call, and the row length."""
     for operand, tensor in zip(op.operands, tensors, strict=True):
-        if tensor is None and (operand.name in op.optional or operand.mode == "out"):
+        if tensor is None and (operand.name in op.optional or (operand.mode == "out" and operand.like)):
             continue
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{op.name}: {op.label(operand)} must be a torch.Tensor, got {type(tensor).__name__}")
+            raise TypeError(f"{op.called}: {op.label(operand)} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             what = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else str(tensor.layout)
-            raise ValueError(f"{op.name}: {op.label(operand)} must be a plain strided tensor, got a {what} one")
+            raise ValueError(f"{op.called}: {op.label(operand)} must be a plain strided tensor, got a {what} one")
     x = tensors[0]
     if x.ndim < 1:
-        raise ValueError(f"{op.name}: {op.label(op.operands[0])} must have at least one dimension, got a 0-d tensor")
+        raise ValueError(f"{op.called}: {op.label(op.operands[0])} must have at least one dimension, got a 0-d tensor")
     hidden = x.shape[-1]
     if not 1 <= hidden <= MAX_HIDDEN:
         raise ValueError(
-            f"{op.name}: the last dimension of {op.label(op.operands[0])} must be 1 to {MAX_HIDDEN}, got {hidden}"
+            f"{op.called}: the last dimension of {op.label(op.operands[0])} must be 1 to {MAX_HIDDEN}, got {hidden}"
         )
-    for operand, tensor in zip(op.operands, tensors, strict=True):
-        if tensor is not None:
-            _check_dtype(op, operand, tensor, tensors)
-            if tensor.device != x.device:
-                first = op.label(op.operands[0])
-                raise ValueError(f"{op.name}: {op.label(operand)} is on {tensor.device}, but {first} on {x.device}")
-            _check_shape(op, operand, tensor, x)
+
+
+def check_tensors(op: Op, program: RowProgram, tensors: Sequence[Any]) -> None:
+    """Dtypes, devices and shapes of one call, by the operands that its program has."""
+    x = tensors[0]
+    kinds = {operand.name: operand for operand in program.operands()}
+    index = tensors[op.index("row_index")] if "row_index" in kinds else None
+    rows = tuple(x.shape[:-1] if index is None else index.shape)
+    for each, tensor in zip(op.operands, tensors, strict=True):
+        if tensor is None:
+            continue
+        operand = kinds.get(each.name)
+        if operand is None:
+            raise ValueError(f"{op.called}: {op.label(each)} does not go with the other arguments")
+        _check_dtype(op, operand, tensor, tensors)
+        if tensor.device != x.device and not (operand.kind == "scalar" and tensor.device.type == "cpu"):
+            first = op.label(op.operands[0])
+            raise ValueError(f"{op.called}: {op.label(operand)} is on {tensor.device}, but {first} on {x.device}")
+        _check_shape(op, operand, tensor, x, rows)
+        if operand.kind == "blocks":
+            assert isinstance(program.store, QuantBlocks)
+            count, columns = math.prod(rows), program.store.columns(x.shape[-1])
+            size, _ = op.blocks(tensor, count)
+            if len(size) != 2 or size[0] < count or size[1] != columns:
+                raise ValueError(
+                    f"{op.called}: {op.label(operand)} must hold {columns} values for each of {count} rows, "
+                    f"got shape {tuple(tensor.shape)}"
+                )
 
 
 def _check_dtype(op: Op, operand: Operand, tensor: torch.Tensor, tensors: Sequence[Any]) -> None:
-    accepted: tuple[str, ...] = FLOATS
-    if operand.dtype is not None:
-        accepted = (operand.dtype,)
-    elif operand.like is not None:
-        accepted = (dtype_name(tensors[op.index(operand.like)]),)
+    accepted = operand.dtypes
+    if operand.like is not None:
+        like = dtype_name(tensors[op.index(operand.like)])
+        accepted = (like,) if like in accepted else accepted
     if dtype_name(tensor) not in accepted:
         raise ValueError(
-            f"{op.name}: {op.label(operand)} must have dtype {' or '.join(accepted)}, got {dtype_name(tensor)}"
+            f"{op.called}: {op.label(operand)} must have dtype {' or '.join(accepted)}, got {dtype_name(tensor)}"
         )
 
 
-def _check_shape(op: Op, operand: Operand, tensor: torch.Tensor, x: torch.Tensor) -> None:
-    label = op.label(operand)
-    if operand.kind == "row" and tensor.shape != x.shape:
-        raise ValueError(f"{op.name}: {label} must have shape {tuple(x.shape)}, got {tuple(tensor.shape)}")
-    if operand.kind == "per_row" and tensor.shape != x.shape[:-1]:
-        raise ValueError(f"{op.name}: {label} must have shape {tuple(x.shape[:-1])}, got {tuple(tensor.shape)}")
-    if operand.kind == "vec":
-        hidden, shape = x.shape[-1], tensor.shape
-        if len(shape) == 1 and shape[0] == hidden:
-            return
-        if not op.broadcast_vecs:
-            raise ValueError(f"{op.name}: {label} must have shape ({hidden},), got {tuple(shape)}")
-        lead, rows = shape[:-1], x.shape[:-1]
-        fits = (
-            len(shape) > 1
-            and shape[-1] == hidden
-            and len(lead) <= len(rows)
-            and all(a == 1 or a == b for a, b in zip(reversed(lead), reversed(rows), strict=False))
-        )
+def _check_shape(op: Op, operand: Operand, tensor: torch.Tensor, x: torch.Tensor, rows: tuple[int, ...]) -> None:
+    label, shape, hidden = op.label(operand), tuple(tensor.shape), x.shape[-1]
+    if operand.kind == "row" and shape != (*rows, hidden):
+        raise ValueError(f"{op.called}: {label} must have shape {(*rows, hidden)}, got {shape}")
+    if operand.kind in ("per_row", "per_pool"):
+        grid = rows if operand.kind == "per_row" else tuple(x.shape[:-1])
+        count = math.prod(grid)
+        fits = shape == grid
+        if not operand.written and not fits:
+            fits = tensor.numel() == 1 or shape in ((*grid, 1), (count, 1))
         if not fits:
-            raise ValueError(
-                f"{op.name}: {label} must broadcast to {tuple(x.shape)} with last dimension {hidden} "
-                f"and not enlarge it, got {tuple(shape)}"
-            )
+            more = "" if operand.written else f", {(count, 1)} or one element"
+            raise ValueError(f"{op.called}: {label} must have shape {grid}{more}, got {shape}")
+    if operand.kind == "scalar" and tensor.numel() != 1:
+        raise ValueError(f"{op.called}: {label} must be a scalar tensor or shape (1,), got {shape}")
+    if operand.kind == "vec":
+        _check_vec(op, label, shape, rows, hidden)
+
+
+def _check_vec(op: Op, label: str, shape: tuple[int, ...], rows: tuple[int, ...], hidden: int) -> None:
+    if len(shape) == 1 and shape[0] == hidden:
+        return
+    if not op.broadcast_vecs:
+        raise ValueError(f"{op.called}: {label} must have shape ({hidden},), got {shape}")
+    lead = shape[:-1]
+    fits = (
+        len(shape) > 1
+        and shape[-1] == hidden
+        and len(lead) <= len(rows)
+        and all(a == 1 or a == b for a, b in zip(reversed(lead), reversed(rows), strict=False))
+    )
+    if not fits:
+        raise ValueError(
+            f"{op.called}: {label} must broadcast to {(*rows, hidden)} with last dimension {hidden} "
+            f"and not enlarge it, got {shape}"
+        )
 
 
 def check_memory(op: Op, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -121,13 +185,13 @@ def check_memory(op: Op, tensors: Sequence[torch.Tensor | None]) -> None:
             continue
         if tensor.data_ptr() == 0:
             raise ValueError(
-                f"{op.name}: {op.label(operand)} has no memory (its storage was freed, or it never had one)"
+                f"{op.called}: {op.label(operand)} has no memory (its storage was freed, or it never had one)"
             )
         if operand.written and tensor.is_neg():
-            raise ValueError(f"{op.name}: {op.label(operand)} is a negated view, which cannot be written")
+            raise ValueError(f"{op.called}: {op.label(operand)} is a negated view, which cannot be written")
         if operand.written and layout.self_overlaps(tuple(tensor.shape), tensor.stride()):
             raise ValueError(
-                f"{op.name}: {op.label(operand)} is written, so its elements must not overlap; "
+                f"{op.called}: {op.label(operand)} is written, so its elements must not overlap; "
                 f"got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
             )
         block = layout.span(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.element_size())
@@ -139,7 +203,7 @@ def check_memory(op: Op, tensors: Sequence[torch.Tensor | None]) -> None:
             if layout.overlaps(block_a, block_b) and not _may_alias(op, left, a, right, b):
                 exactly = ", or out the input exactly" if "out" in (left.name, right.name) else ""
                 raise ValueError(
-                    f"{op.name}: {op.label(right)} overlaps {op.label(left)} in memory; "
+                    f"{op.called}: {op.label(right)} overlaps {op.label(left)} in memory; "
                     f"a written tensor must be apart from every other{exactly}"
                 )
 
@@ -151,7 +215,7 @@ def check_identity(op: Op, tensors: Sequence[torch.Tensor | None]) -> None:
             same = tensors[i] is not None and tensors[i] is tensors[j]
             allowed = op.may_alias(right.name, left.name) or op.may_alias(left.name, right.name)
             if same and not allowed and (left.written or right.written):
-                raise ValueError(f"{op.name}: {op.label(right)} is {op.label(left)}, and one of them is written")
+                raise ValueError(f"{op.called}: {op.label(right)} is {op.label(left)}, and one of them is written")
 
 
 def _may_alias(op: Op, left: Operand, a: torch.Tensor, right: Operand, b: torch.Tensor) -> bool:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashnorm.program import Variant
+from flashnorm.core import layout
+from flashnorm.program import FLOATS, Variant
 from flashnorm.recipe import Kernel, to_json
 
 if TYPE_CHECKING:
@@ -19,24 +20,24 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def operators() -> dict[str, Op]:
-    """Every operator by name: the public ones, and those that compilers get in their place."""
-    from flashnorm.core.op import OPS
+    """Every operator by name: the public ones, and those that stand behind them."""
+    from flashnorm.core.op import ALL
 
-    return {**OPS, **{op.functional.name: op.functional for op in OPS.values() if op.functional is not None}}
+    return dict(ALL)
 
 
 def plain_variant(op: Op, dtype: torch.dtype, hidden_size: int, options: dict[str, Any]) -> Variant:
-    """The variant of a plain call: contiguous rows, one dtype, one weight vector, no optional output."""
-    from flashnorm.core.plan import normalise
+    """The variant of a plain call: contiguous rows, one dtype, one weight vector, scales as numbers.
 
-    left_out = {o.name for o in op.operands if o.name in op.optional and o.mode == "out"}
-    tensors: list[torch.Tensor | None] = []
-    for operand in op.operands:
-        shape = {"row": (2, hidden_size), "vec": (hidden_size,), "per_row": (2,)}.get(operand.kind, ())
-        kind = getattr(torch, operand.dtype) if operand.dtype else dtype
-        tensors.append(None if operand.name in left_out else torch.empty(shape, dtype=kind, device="meta"))
-    names = frozenset(o.name for o in op.operands) - left_out
-    return normalise(op, op.program(names, options), tensors)[0]
+    Options that are not given have their first value, and so has a dtype that is not the caller's to choose.
+    """
+    options = {**{key: next(iter(values.values())) for key, values in op.options.items()}, **options}
+    left_out = {o.name for o in op.operands if o.name in op.by_value or (o.name in op.optional and o.mode == "out")}
+    left_out.add("input_scale")  # rows are of the given dtype, not int8
+    program = op.program(frozenset(o.name for o in op.operands) - left_out, options)
+    plain = str(dtype).removeprefix("torch.")
+    dtypes = tuple(plain if o.dtypes == FLOATS else o.dtypes[0] for o in program.operands())
+    return Variant(program, dtypes, hidden_size, vec=layout.access_width(hidden_size, [(0, 1, (hidden_size,))]))
 
 
 def modes(op: Op) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The warm call: a function generated in front of a public one.
 
 A public function validates, plans and launches, which takes tens of microseconds. In front of it stands a
-generated one with the same signature, which finds the guarded launches of this shape and tries them:
+generated one with the same signature, which finds the guarded launches for this size and tries them:
 what a guard compares (`core.guard`) needs no second look, and what no guard knows is tested beside it: classes,
 the value of eps, and whether torch must see the call (modes, functorch, a profiler, a gradient that would be
 lost). Anything unusual, an exception included, goes to the function behind, which knows what to say. The text is
@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashnorm.core.checks import FLT_MAX
+from flashnorm.core.checks import FLT_MAX, least, split
 from flashnorm.core.dispatch import forced_here
 
 if TYPE_CHECKING:
     from flashnorm.core.guard import Guarded
     from flashnorm.core.op import Op
 
-MAX_SHAPES = 8192  # of the warm path; past it all are forgotten, and made again from loaded kernels
-MAX_CHAIN = 8  # guarded launches for one shape
+MAX_SIZES = 8192  # of the warm path; past it all are forgotten, and made again from loaded kernels
+MAX_CHAIN = 8  # guarded launches for one size
 
 
 class Entry(NamedTuple):
@@ -42,7 +42,8 @@ class Entry(NamedTuple):
     launch: Guarded
 
 
-Recent = dict[tuple[int, ...], tuple[Entry, ...]]  # by the shape of the first operand
+# By the number of elements of the first operand, which is cheaper to ask for than its shape.
+Recent = dict[int, tuple[Entry, ...]]
 
 # Who must see a call through torch's dispatcher. The cold path asks for functorch too; the warm one need not, since
 # tensors under its transforms cannot be handed to a kernel.
@@ -66,16 +67,16 @@ ASKED: dict[str, Any] = {
 watched: Callable[[], Any] = eval(f"lambda: {' or '.join((*WATCHERS, 'functorch() is not None'))}", ASKED)
 
 EAGER = f"""\
-    if {" or ".join(WATCHERS)}:
-        return cold({{forward}})
+    if {" or ".join(WATCHERS)}{{unless}}:
+        return cold({{{{forward}}}})
 """
 TEMPLATE = """\
 def {name}{signature}:
 {eager}
     try:
         {allocate}
-        entries = recent.get({x}.shape, ())
-    except (AttributeError, TypeError, RuntimeError):  # no tensor: the function behind says what
+        entries = recent.get({x}.numel(), ())
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensor: the function behind says what
         return cold({forward})
     try:
         for ({state_seen},), ({scalars_seen},), launch in entries:
@@ -114,6 +115,8 @@ def warm(
     *,
     names: Mapping[str, str],
     flags: Mapping[str, str] | None = None,
+    unless: Sequence[str] = (),
+    seen: Sequence[str] = (),
     eager: bool,
 ) -> Callable[..., Any]:
     """Compiles the function that stands in front of `cold`.
@@ -124,6 +127,8 @@ def warm(
         cold: takes the same arguments.
         names: what `cold` calls an operand, where that differs from the operator's own name.
         flags: parameters of `cold` that ask for an optional output: parameter -> operand.
+        unless: parameters that are None in every warm call: with them, `cold` asks another operator.
+        seen: further parameters that an entry was made under, after the options.
         eager: called by people, so that modes and profilers must be looked for; else by torch's dispatcher.
     """
     flags = flags or {}
@@ -131,36 +136,39 @@ def warm(
     parameters = inspect.signature(cold).parameters.values()
     given = {p.name for p in parameters}
     local = {o.name: names.get(o.name, o.name) for o in op.operands}
+    spread = {name: scalar for name, (scalar, _) in op.by_value.items() if scalar not in given}
+    allocate = [f"{name}_tensor, {scalar} = {_spread(op, name)}" for name, scalar in spread.items()]
+    given |= {f"{name}_tensor" for name in spread}
+    local |= {name: f"{name}_tensor" for name in spread}
     x = local[op.operands[0].name]
 
     def maybe(name: str, present: str, absent: str) -> str:
         return f"({absent} if {local[name]} is None else {present})" if name in op.optional else present
 
-    allocate = []
     for o in op.operands:
         n = local[o.name]
         if o.name in asked:
             allocate.append(f"{n} = empty({o.name!r}, {x}) if {asked[o.name]} else None")
         elif n not in given:
             allocate.append(f"{n} = None")
-        elif o.mode == "out" and o.name not in op.optional:
+        elif o.mode == "out" and o.like and o.name not in op.optional:
             allocate.append(f"{n} = empty_like({local[o.like] if o.like else x}) if {n} is None else {n}")
     written = [o.name for o in op.operands if o.written]
-    outs = [local[o.name] for o in op.operands if o.mode == "out" and o.name not in op.optional]
-    result = (", ".join(outs) or "None") if eager else "None"  # a schema that returns nothing may not
+    # A registered operator returns nothing: its schema says so.
+    result = (", ".join(local[name] for name in op.returns) or "None") if eager else "None"
     for flag, operand in flags.items():
         result = f"({result}, {local[operand]}) if {flag} else {result}"
     text = TEMPLATE.format(
         name=op.name,
         signature=_signature(parameters),
-        eager=EAGER if eager else "",
+        eager=EAGER.format(unless="".join(f" or {name} is not None" for name in unless)) if eager else "",
         allocate="; ".join(allocate) or "pass",
         x=x,
-        state_seen=", ".join(f"{name}_seen" for name in (*op.options, *flags, "forced")),
-        state=" and ".join((*(_same(name) for name in (*op.options, *flags)), "forced_here() is forced_seen")),
+        state_seen=", ".join(f"{name}_seen" for name in (*op.options, *seen, *flags, "forced")),
+        state=" and ".join((*(_same(name) for name in (*op.options, *seen, *flags)), "forced_here() is forced_seen")),
         scalars_seen=", ".join(f"{s}_seen" for s in op.scalars),
         scalars=" and ".join(
-            f"({s} is {s}_seen or {s}.__class__ is float and 0.0 <= {s} <= {FLT_MAX!r})" for s in op.scalars
+            f"({s} is {s}_seen or {s}.__class__ is float and {least(s)!r} <= {s} <= {FLT_MAX!r})" for s in op.scalars
         ),
         plain=" and ".join(
             f"{maybe(o.name, _plain(local[o.name]), 'True')}"
@@ -170,10 +178,7 @@ def warm(
         requires_grad=" or ".join(maybe(o.name, f"{local[o.name]}.requires_grad", "False") for o in op.operands),
         tensors=", ".join(local.values()),
         arguments=", ".join((*op.scalars, "enable_pdl is not False", *local.values())),
-        versions="; ".join(
-            maybe(n, f"bump(({local[n]},))", "None") for n in written if n not in asked and local[n] in given
-        )
-        or "pass",
+        versions=_bumps([(local[n], n in op.optional) for n in written if n not in asked and local[n] in given]),
         result=result,
         forward="{forward}",
     ).replace("{forward}", _forward(parameters))
@@ -187,6 +192,7 @@ def warm(
         "Tensor": torch.Tensor,
         "Parameter": torch.nn.Parameter,
         "memoryless": memoryless,
+        "split": functools.partial(split, op),
         "recent": recent,
         "cold": cold,
         "defaults": {p.name: p.default for p in parameters},
@@ -196,9 +202,24 @@ def warm(
     return call
 
 
+def _spread(op: Op, name: str) -> str:
+    """A parameter that is a tensor or a number, as both."""
+    default = op.by_value[name][1]
+    none = "" if default is None else f"(None, {default!r}) if {name} is None else "
+    return f"{none}(None, {name}) if {name}.__class__ is float else split({name!r}, {name})"
+
+
 def _same(name: str) -> str:
     """Whether an option is what it was. Mostly the same object; only strings and flags are compared."""
     return f"({name} is {name}_seen or {name}.__class__ in (str, bool) and {name} == {name}_seen)"
+
+
+def _bumps(written: Sequence[tuple[str, bool]]) -> str:
+    """Tells autograd of what was written, in one call for all that is always there."""
+    always = "".join(f"{name}, " for name, optional in written if not optional)
+    parts = [f"bump(({always}))"] if always else []
+    parts += [f"None if {name} is None else bump(({name},))" for name, optional in written if optional]
+    return "; ".join(parts) or "pass"
 
 
 def _plain(name: str) -> str:
@@ -221,8 +242,8 @@ def _forward(parameters: Any) -> str:
     return ", ".join(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in parameters)
 
 
-def remember(recent: Recent, shape: tuple[int, ...], entry: Entry) -> None:
-    """Makes a call warm: puts its entry in front of those of its shape."""
-    if len(recent) >= MAX_SHAPES:
+def remember(recent: Recent, elements: int, entry: Entry) -> None:
+    """Makes a call warm: puts its entry in front of those of as many elements."""
+    if len(recent) >= MAX_SIZES:
         recent.clear()
-    recent[shape] = (entry, *recent.get(shape, ())[: MAX_CHAIN - 1])
+    recent[elements] = (entry, *recent.get(elements, ())[: MAX_CHAIN - 1])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashnorm.core import layout
+from flashnorm.core.operands import WIDE
 from flashnorm.core.plan import Plan
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ def _in_cpp(op: Op, made: Plan, tensors: Tensors) -> Guarded | None:
     flags, views = [], []
     for i, operand in enumerate(op.operands):
         view = by_position.get(i)
-        flags.append([operand.written, operand.kind != "per_row", _alias(op, i, tensors)])
+        flags.append([operand.written, operand.kind in WIDE, _alias(op, i, tensors)])
         views.append(None if view is None or view.size is None else [view.size, view.stride])
-    return make(made.kernel, len(op.scalars) + 1, flags, views, *tensors)
+    return make(made.kernel, len(op.scalars) + 1, list(made.leading), flags, views, *tensors)
 
 
 def _alias(op: Op, i: int, tensors: Tensors) -> int:
@@ -81,7 +82,7 @@ def _facts(t: torch.Tensor | None) -> Any:
 def _low(op: Op, tensors: Tensors) -> list[int]:
     """Bits that each address has below 16 bytes."""
     return [
-        0 if t is None or operand.kind == "per_row" else t.data_ptr() & (layout.ACCESS_BYTES - 1)
+        0 if t is None or operand.kind not in WIDE else t.data_ptr() & (layout.ACCESS_BYTES - 1)
         for operand, t in zip(op.operands, tensors, strict=True)
     ]
 

@@ -14,10 +14,11 @@ from typing import Any, TypeVar, cast
 import torch
 
 from flashnorm.core import checks, dispatch, fastpath, guard, plan
-from flashnorm.program import Operand, RowProgram
+from flashnorm.program import FP8, Operand, RowProgram
 
 F = TypeVar("F", bound=Callable[..., Any])
-OPS: dict[str, Op] = {}  # the public operators, by name
+OPS: dict[str, Op] = {}  # the operators that are public functions, by name
+ALL: dict[str, Op] = {}  # and those that stand behind them
 NUMERICS = {
     "flashinfer": "flashinfer",
     "hf-llama": "hf-llama",
@@ -44,10 +45,16 @@ class Op:
         routes: that the operator has.
         broadcast_vecs: a vector may be given per head or per row.
         labels: what users call an operand, where that differs.
+        by_value: operands of one element that may come as a number instead: their scalar, and the number that
+            stands for none (None: there must be one). A CPU tensor counts as the number in it.
+        blocks: for an operator whose "blocks" operand is not taken as it comes: (tensor, M) -> size and strides of the
+            [M', B] that it is, in the tensor's memory; raises ValueError where it does not fit.
+        returns: the operands that a call returns; by default every output that is not optional.
         functional: the operator that computes the same into new tensors, each `like` an operand that this
             one overwrites. Compilers get that one: they have been seen to drop a clone and hand one tensor
             in twice where two arguments are mutated.
-        public: stands in `OPS`, as a public function of the package does.
+        public: is a public function of the package under this name.
+        called: the public function that users know it by, where that has another name.
     """
 
     def __init__(
@@ -61,26 +68,39 @@ class Op:
         routes: tuple[str, ...] = dispatch.ROUTES,
         broadcast_vecs: bool = False,
         labels: Mapping[str, str] | None = None,
+        by_value: Mapping[str, tuple[str, float | None]] | None = None,
+        blocks: Callable[[Any, int], tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
+        returns: Sequence[str] | None = None,
         functional: Op | None = None,
         public: bool = True,
+        called: str = "",
     ) -> None:
         self.name = name
+        self.called = called or name
         self.program = program
         self.reference = reference
         self.options = options
         self.optional = tuple(optional)
         self.routes = routes
         self.broadcast_vecs = broadcast_vecs
-        self.labels = {"x": "input", **(labels or {})}
+        self.by_value = dict(by_value or {})
+        self.blocks = blocks or (lambda tensor, _: (tuple(tensor.shape), tensor.stride()))
+        numbers = {number: name for name, (number, _) in self.by_value.items()}
+        self.labels = {"x": "input", **numbers, **(labels or {})}
         self.functional = functional
-        full = program(_Everything(), {key: next(iter(values)) for key, values in options.items()})
+        first = {key: next(iter(values)) for key, values in options.items()}
+        full = program(_Everything(), first)
         self.operands: tuple[Operand, ...] = full.operands()
-        self.scalars = full.scalars()
+        self.scalars = tuple(dict.fromkeys((*full.scalars(), *numbers)))
+        outs = (o.name for o in self.operands if o.mode == "out" and o.name not in self.optional)
+        self.returns = tuple(outs if returns is None else returns)
+        self.encoded = tuple(i for i, o in enumerate(self.operands) if set(o.dtypes) & set(FP8))
         self._index = {o.name: i for i, o in enumerate(self.operands)}
         self._asked: tuple[str, ...] = ()
         self._warm_calls: fastpath.Recent = {}
         self._warm_kernels: fastpath.Recent = {}
         self._define()
+        ALL[name] = self
         if public:
             OPS[name] = self
 
@@ -93,15 +113,21 @@ class Op:
 
     def may_alias(self, written: str, other: str) -> bool:
         """Whether an output may be that very input: each element is read before it is written, by one thread."""
-        out = self.operands[self.index(written)]
-        return out.like == other and out.mode == "out" and out.kind == "row"
+        out, like = (self.operands[self.index(name)] for name in (written, other))
+        return out.like == other and out.mode == "out" and out.kind == like.kind == "row"
+
+    def program_of(self, tensors: Sequence[Any], options: Mapping[str, Any]) -> RowProgram:
+        """The program of a call with these tensors (None where absent)."""
+        present = frozenset(o.name for o, t in zip(self.operands, tensors, strict=True) if t is not None)
+        return self.program(present, options)
 
     def bytes_moved(self, tensors: Sequence[torch.Tensor | None]) -> int:
         """Bytes that must cross memory: what is read once, what is written once."""
+        named = [(o, t) for o, t in zip(self.operands, tensors, strict=True) if t is not None]
+        rows = next(t.numel() for o, t in named if o.kind == "row")
         return sum(
-            t.numel() * t.element_size() * (2 if o.mode == "inout" else 1)
-            for o, t in zip(self.operands, tensors, strict=True)
-            if t is not None
+            (rows if o.kind == "pool" else t.numel()) * t.element_size() * (2 if o.mode == "inout" else 1)
+            for o, t in named
         )
 
     def schema(self) -> str:
@@ -111,86 +137,105 @@ class Op:
             alias = f"({chr(97 + i)}!)" if o.written else ""
             parts.append(f"Tensor{alias}{'?' if o.name in self.optional else ''} {o.name}")
         parts += [f"float {s}" for s in self.scalars] + [f"str {key}" for key in self.options] + ["bool enable_pdl"]
+        parts += [f"str {self.operands[i].name}_dtype" for i in self.encoded]
         return f"{self.name}({', '.join(parts)}) -> ()"
 
     # -------------------------------------------------------------- calls
-    def warm(self, **flags: str) -> Callable[[F], F]:
+    def warm(self, *, unless: Sequence[str] = (), seen: Sequence[str] = (), **flags: str) -> Callable[[F], F]:
         """Decorates the public function: puts the warm call in front of it.
 
         Args:
+            unless: parameters with which the function asks another operator.
+            seen: further parameters that the function hands to `checked` as `seen`, in this order.
             flags: parameters that ask for an optional output: `return_rstd="rstd"`.
         """
         self._asked = tuple(flags.values())
 
         def decorate(cold: F) -> F:
-            return cast(F, fastpath.warm(self, self._warm_calls, cold, names=self.labels, flags=flags, eager=True))
+            more: dict[str, Any] = {"names": self.labels, "flags": flags, "unless": unless, "seen": seen}
+            return cast(F, fastpath.warm(self, self._warm_calls, cold, **more, eager=True))
 
         return decorate
 
-    def checked(self, *args: Any) -> Any:
+    def checked(self, *args: Any, seen: tuple[Any, ...] = ()) -> Any:
         """The cold call: validates everything, allocates what is missing, then launches or asks the dispatcher."""
         if torch.compiler.is_compiling():
             return self.traced(*args)
-        tensors, scalars, options, enable_pdl = self._validate(args)
+        tensors, scalars, options, enable_pdl = self._validate(self._spread(args))
         if self._needs_dispatcher(tensors):
-            self.overload(*tensors, *scalars, *options.values(), enable_pdl)
+            self._dispatch(tensors, scalars, options, enable_pdl)
         else:
             asked = (tensors[self.index(name)] is not None for name in self._asked)
-            state = (*args[self._first_option : -1], *asked, dispatch.forced_here())
+            chosen = args[len(args) - 1 - len(self.options) : -1]
+            state = (*chosen, *seen, *asked, dispatch.forced_here())
             self._execute(tensors, scalars, options, enable_pdl, self._warm_calls, state)
         return self._result(tensors)
 
     def traced(self, *args: Any) -> Any:
         """The call under a compiler: the same checks on shapes, then the registered operator."""
-        tensors, scalars, options, enable_pdl = self._validate(args)
+        tensors, scalars, options, enable_pdl = self._validate(self._spread(args))
         checks.check_identity(self, tensors)  # of memory nothing is known yet
         if self.functional is None:
-            self.overload(*tensors, *scalars, *options.values(), enable_pdl)
+            self._dispatch(tensors, scalars, options, enable_pdl)
             return self._result(tensors)
         mine = dict(zip((o.name for o in self.operands), tensors, strict=True))
         new = {o.name: torch.empty_like(mine[o.like]) for o in self.functional.operands if o.mode == "out" and o.like}
         given = [new[o.name] if o.name in new else mine[o.name] for o in self.functional.operands]
-        self.functional.overload(*given, *scalars, *options.values(), enable_pdl)
+        self.functional._dispatch(given, scalars, options, enable_pdl)
         for o in self.functional.operands:
             if o.name in new and o.like:
                 mine[o.like].copy_(new[o.name])
         return self._result(tensors)
 
+    def _dispatch(
+        self, tensors: Sequence[Any], scalars: Sequence[float], options: Mapping[str, Any], pdl: bool
+    ) -> None:
+        """The registered operator, which carries 8-bit floating-point tensors as bytes, and their dtypes as words."""
+        words = [checks.dtype_name(tensors[i]) for i in self.encoded]
+        passed = [t.view(torch.uint8) if i in self.encoded else t for i, t in enumerate(tensors)]
+        self.overload(*passed, *scalars, *options.values(), pdl, *words)
+
+    def _spread(self, args: Sequence[Any]) -> list[Any]:
+        """A public call's arguments, each that may be tensor or number as both."""
+        count = len(self.operands)
+        tensors, numbers = list(args[:count]), {}
+        for name, (scalar, _) in self.by_value.items():
+            i = self.index(name)
+            tensors[i], numbers[scalar] = checks.split(self, name, tensors[i])
+        rest = iter(args[count:])
+        return [*tensors, *(numbers[s] if s in numbers else next(rest) for s in self.scalars), *rest]
+
     def empty(self, name: str, x: Any) -> torch.Tensor:
         """An output that a caller asks for by a flag."""
         if not isinstance(x, torch.Tensor):
             first = self.label(self.operands[0])
-            raise TypeError(f"{self.name}: {first} must be a torch.Tensor, got {type(x).__name__}")
+            raise TypeError(f"{self.called}: {first} must be a torch.Tensor, got {type(x).__name__}")
         operand = self.operands[self.index(name)]
         shape = x.shape[:-1] if operand.kind == "per_row" else x.shape
-        dtype = x.dtype if operand.dtype is None else getattr(torch, operand.dtype)
+        dtype = getattr(torch, operand.dtypes[0]) if len(operand.dtypes) == 1 else x.dtype
         return torch.empty(shape, dtype=dtype, device=x.device)
-
-    @property
-    def _first_option(self) -> int:
-        return len(self.operands) + len(self.scalars)
 
     def _validate(self, args: Sequence[Any]) -> tuple[list[Any], list[float], dict[str, Any], bool]:
         count = len(self.operands)
         tensors = list(args[:count])
-        checks.check_tensors(self, tensors)
+        checks.check_present(self, tensors)
         scalars = [checks.check_scalar(self, n, v) for n, v in zip(self.scalars, args[count:], strict=False)]
         options = {
             key: checks.check_option(self, key, value)
-            for key, value in zip(self.options, args[self._first_option : -1], strict=True)
+            for key, value in zip(self.options, args[count + len(self.scalars) : -1], strict=True)
         }
         pdl = args[-1]
         if pdl is not None and not isinstance(pdl, bool):
-            raise ValueError(f"{self.name}: enable_pdl must be None, True or False, got {pdl!r}")
+            raise ValueError(f"{self.called}: enable_pdl must be None, True or False, got {pdl!r}")
         for i, operand in enumerate(self.operands):
             if tensors[i] is None and operand.mode == "out" and operand.name not in self.optional:
                 tensors[i] = torch.empty_like(tensors[self.index(operand.like or self.operands[0].name)])
+        checks.check_tensors(self, self.program_of(tensors, options), tensors)
         return tensors, scalars, options, pdl is None or pdl
 
     def _result(self, tensors: Sequence[Any]) -> Any:
-        """What the call returns: its output, or a tuple of them in operand order, or None."""
-        pairs = zip(self.operands, tensors, strict=True)
-        made = [t for o, t in pairs if o.mode == "out" and o.name not in self.optional]
+        """What the call returns: its output, or a tuple of them, or None."""
+        made = [tensors[self.index(name)] for name in self.returns]
         return (made[0] if len(made) == 1 else tuple(made)) if made else None
 
     def _needs_dispatcher(self, tensors: Sequence[Any]) -> bool:
@@ -222,23 +267,41 @@ class Op:
                 torch.autograd.graph.increment_version(tensor)
         if all(a is b for a, b in zip(straight, tensors, strict=True)):
             entry = fastpath.Entry(state, tuple(scalars), guard.guarded(self, made, tensors))
-            fastpath.remember(recent, tensors[0].shape, entry)
+            fastpath.remember(recent, tensors[0].numel(), entry)
 
     # -------------------------------------------------------------- torch.library
     def _define(self) -> None:
         _library.define(self.schema())
         kernel = fastpath.warm(self, self._warm_kernels, self._kernel(), names={}, eager=False)
-        _library.impl(self.name, kernel, "CompositeExplicitAutograd")
+        _library.impl(self.name, self._decoded(kernel), "CompositeExplicitAutograd")
         _library.impl(self.name, self._autograd, "Autograd")
         torch.library.register_fake(f"flashnorm::{self.name}", _fake, lib=_library)
         self.overload = getattr(torch.ops.flashnorm, self.name).default
 
+    def _decoded(self, kernel: Callable[..., None]) -> Callable[..., None]:
+        """In front of the dispatcher's call: bytes become what they are, and numbers in CPU tensors numbers."""
+        if not self.encoded and not self.by_value:
+            return kernel
+
+        def decoded(*args: Any) -> None:
+            given = list(args[: len(args) - len(self.encoded)])
+            for i, word in zip(self.encoded, args[len(given) :], strict=True):
+                given[i] = given[i].view(getattr(torch, word))
+            for name, (scalar, _) in self.by_value.items():
+                if given[self.index(name)] is not None:
+                    tensor, number = checks.split(self, name, given[self.index(name)])
+                    given[self.index(name)], given[len(self.operands) + self.scalars.index(scalar)] = tensor, number
+            kernel(*given)
+
+        return decoded
+
     def _kernel(self) -> Callable[..., None]:
         """The dispatcher's cold call; it comes with every argument, by position."""
+        options_at = len(self.operands) + len(self.scalars)
 
         def kernel(*args: Any) -> None:
             tensors, scalars, options, pdl = self._validate(args)
-            state = (*args[self._first_option : -1], dispatch.forced_here())
+            state = (*args[options_at:-1], dispatch.forced_here())
             self._execute(tensors, scalars, options, pdl, self._warm_kernels, state)
 
         names = (*(o.name for o in self.operands), *self.scalars, *self.options, "enable_pdl")
@@ -258,7 +321,7 @@ class Op:
             for operand, tensor in zip(self.operands, args, strict=False):
                 if tensor is not None and (tensor.requires_grad or _has_tangent(tensor)):
                     raise RuntimeError(
-                        f"{self.name}: {self.label(operand)} requires grad, but this operator records no gradient; "
+                        f"{self.called}: {self.label(operand)} requires grad, but this operator records no gradient; "
                         "call it under torch.no_grad(), or on detached tensors"
                     )
         with torch._C._AutoDispatchBelowAutograd():

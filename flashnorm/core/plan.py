@@ -1,15 +1,15 @@
 """Plans: how one call, with its dtypes, shapes and strides, becomes one kernel launch.
 
-A plan normalises the operands to what every kernel takes (rows [M, H] or [A, B, H], last stride 1; see
-`flashnorm.program.Variant`), chooses the route and holds the loaded kernel. Making one may compile;
-using one is a launch.
+A plan knows the call's operands as its kernel takes them (`core.operands`), the route that serves it, and the loaded
+kernel. Making one may compile; using one is a launch.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,45 +17,23 @@ import torch
 
 from flashnorm import recipe
 from flashnorm.config import settings
-from flashnorm.core import commands, dispatch, layout
+from flashnorm.core import commands, dispatch
 from flashnorm.core import device as devices
-from flashnorm.core.checks import dtype_name
+from flashnorm.core.operands import Launch, View, grid_of, leading_arguments, normalise, over
 from flashnorm.core.tools import tools
 from flashnorm.jit import JitError, LoadError, MissingArtifact
 from flashnorm.jit.arch import device_arch
-from flashnorm.program import Operand, RowProgram, Variant
+from flashnorm.program import Variant
 
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
 
 log = logging.getLogger("flashnorm")
-Launch = Callable[..., Any]
 
 _launches: dict[tuple[str, str, Variant], Launch] = {}
 _failed: dict[tuple[str, str, Variant], str] = {}
 _said: set[tuple[str, str]] = set()
 _build_lock = threading.RLock()
-
-
-@dataclass(frozen=True)
-class View:
-    """How the caller's tensor becomes a kernel's operand.
-
-    Attributes:
-        position: among the operator's operands.
-        size, stride: of the view the kernel takes; None where the tensor is that already.
-        expand: shape to broadcast to before a copy, or None.
-        copy: the kernel works on a contiguous copy (last stride not 1, or rows no two strides can walk).
-        read, write: which way the copy goes.
-    """
-
-    position: int
-    size: tuple[int, ...] | None
-    stride: tuple[int, ...] | None
-    expand: tuple[int, ...] | None = None
-    copy: bool = False
-    read: bool = True
-    write: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +43,7 @@ class Plan:
     Attributes:
         run: takes scalars, enable_pdl and every operand of the operator, None where absent.
         kernel: the kernel itself, over `views`; None where `run` is not one kernel.
+        leading: which of the operator's scalars and enable_pdl the kernel takes in front of them.
         views: of the kernel's operands.
         device: where it runs.
         explanation: the route and why.
@@ -72,6 +51,7 @@ class Plan:
 
     run: Launch
     kernel: Launch | None
+    leading: tuple[int, ...]
     views: tuple[View, ...]
     device: torch.device
     explanation: dispatch.Explanation
@@ -94,16 +74,17 @@ def make_plan(op: Op, tensors: Sequence[torch.Tensor | None], options: dict[str,
     """Chooses, builds or loads the kernel of one call (validated before)."""
     x = tensors[0]
     assert x is not None
-    if x.numel() == 0:
-        return Plan(_nothing, None, (), x.device, dispatch.Explanation(op.name, None, ()))
-    device = devices.facts(x.device)
-    names = frozenset(o.name for o, t in zip(op.operands, tensors, strict=True) if t is not None)
-    program = op.program(names, options)
+    program = op.program_of(tensors, options)
+    operands = program.operands()
+    grid = grid_of(operands, [tensors[op.index(o.name)] for o in operands])
+    if 0 in grid:
+        return Plan(_nothing, None, (), (), x.device, dispatch.Explanation(op.name, None, ()))
     variant, views = normalise(op, program, tensors)
-    explanation, kernel = _serve(op, variant, device, x.device)
+    explanation, kernel = _serve(op, variant, devices.facts(x.device), x.device)
     if explanation.route == "torch":
-        return Plan(_reference_launch(op, options), None, (), x.device, explanation)
-    return Plan(_over(op, kernel, views), kernel, tuple(views), x.device, explanation)
+        return Plan(_reference_launch(op, options, math.prod(grid)), None, (), (), x.device, explanation)
+    run, leading = over(op, program, kernel, views), tuple(leading_arguments(op, program))
+    return Plan(run, kernel, leading, tuple(views), x.device, explanation)
 
 
 def explain(op: Op, device: devices.DeviceFacts) -> dispatch.Explanation:
@@ -121,135 +102,22 @@ def unbuilt() -> frozenset[str]:
     return frozenset(dispatch.ROUTES if settings.disable_jit else ())
 
 
-# ------------------------------------------------------------------ operands
-def normalise(op: Op, program: RowProgram, tensors: Sequence[torch.Tensor | None]) -> tuple[Variant, list[View]]:
-    """The kernel variant of a call and, for each operand of the program, its view."""
-    x = tensors[0]
-    assert x is not None
-    rows, hidden = tuple(x.shape[:-1]), x.shape[-1]
-    operands = program.operands()
-    given = [tensors[op.index(o.name)] for o in operands]
-    strides, copies = [], []
-    for operand, tensor in zip(operands, given, strict=True):
-        assert tensor is not None
-        outer = _outer_strides(operand, tensor, rows)
-        packed = operand.kind == "per_row" or tensor.shape[-1] == 1 or tensor.stride(-1) == 1
-        copies.append(not packed)
-        strides.append(outer if packed else _packed(operand, outer, rows, hidden))
-    sizes, grid = layout.collapse(rows, strides)
-    if len(sizes) > 2:  # no two strides walk these rows: copy whatever does not collapse by itself
-        for i, operand in enumerate(operands):
-            if len(layout.collapse(rows, [strides[i]])[0]) > 1:
-                copies[i] = True
-                strides[i] = _packed(operand, strides[i], rows, hidden)
-        sizes, grid = layout.collapse(rows, strides)
-    sizes = sizes or (1,)
-    grid = [g or (0,) for g in grid]
-    views, row_vecs, access = [], [], []
-    for i, (operand, tensor) in enumerate(zip(operands, given, strict=True)):
-        assert tensor is not None
-        outer = grid[i] if copies[i] or operand.kind != "row" else _span_row(grid[i], sizes, hidden)
-        whole = operand.kind == "vec" and not any(outer)
-        if operand.kind == "vec" and not whole:
-            row_vecs.append(operand.name)
-        lead = () if whole else sizes
-        size, stride = (lead, outer) if operand.kind == "per_row" else ((*lead, hidden), (*(() if whole else outer), 1))
-        same = not copies[i] and _is_view(tensor, size, stride)
-        views.append(
-            View(
-                op.index(operand.name),
-                None if same else size,
-                None if same else stride,
-                expand=(*rows, hidden) if copies[i] and operand.kind == "vec" and any(outer) else None,
-                copy=copies[i],
-                read=operand.mode != "out",
-                write=operand.written,
-            )
-        )
-        if operand.kind != "per_row":
-            address = 0 if copies[i] else tensor.data_ptr() & (layout.ACCESS_BYTES - 1)
-            access.append((address, tensor.element_size(), () if whole else outer))
-    variant = Variant(
-        program,
-        tuple(dtype_name(t) for t in given if t is not None),
-        hidden,
-        len(sizes),
-        tuple(row_vecs),
-        layout.access_width(hidden, access),
-    )
-    return variant, views
-
-
-def _is_view(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether a tensor is the view already; a dimension of size 1 may have any stride."""
-    return tuple(tensor.shape) == size and all(
-        n == 1 or a == b for n, a, b in zip(size, tensor.stride(), stride, strict=True)
-    )
-
-
-def _outer_strides(operand: Operand, tensor: torch.Tensor, rows: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides over the row grid; a vector broadcasts against it with stride 0."""
-    if operand.kind == "per_row":
-        return tensor.stride()
-    lead = tensor.shape[:-1]
-    pad = len(rows) - len(lead)
-    inner = (0 if n == 1 else s for n, s in zip(lead, tensor.stride()[:-1], strict=True))
-    return (*(0 for _ in range(pad)), *inner)
-
-
-def _packed(operand: Operand, outer: tuple[int, ...], rows: tuple[int, ...], hidden: int) -> tuple[int, ...]:
-    """Strides of the contiguous copy of an operand; a vector shared by all rows stays one row."""
-    if operand.kind == "vec" and not any(outer):
-        return outer
-    out, step = [], hidden
-    for n in reversed(rows):
-        out.append(step)
-        step *= n
-    return tuple(reversed(out))
-
-
-def _span_row(outer: tuple[int, ...], sizes: tuple[int, ...], hidden: int) -> tuple[int, ...]:
-    """A grid of one row has no stride of its own; H keeps the access width that H alone decides."""
-    return (hidden,) if sizes == (1,) else outer
-
-
 # ------------------------------------------------------------------ launches
 def _nothing(*_: Any) -> None:
     """No rows: nothing to do."""
 
 
-def _over(op: Op, kernel: Launch, views: Sequence[View]) -> Launch:
-    """The kernel over the operator's operands: views, and copies in and out, around it."""
-    first = len(op.scalars) + 1
-
-    def run(*args: Any) -> None:
-        operands, back = [], []
-        for view in views:
-            tensor = source = args[first + view.position]
-            if view.copy:
-                tensor = _copy_in(source, view)
-                if view.write:
-                    back.append((source, tensor))
-            operands.append(tensor if view.size is None else tensor.as_strided(view.size, view.stride))
-        kernel(*args[:first], *operands)
-        for target, tensor in back:
-            target.copy_(tensor.view(target.shape))
-
-    return run
-
-
-def _copy_in(source: torch.Tensor, view: View) -> torch.Tensor:
-    shape = source.shape if view.expand is None else view.expand
-    if not view.read:
-        return torch.empty(shape, dtype=source.dtype, device=source.device)
-    return source.expand(shape).clone(memory_format=torch.contiguous_format)
-
-
-def _reference_launch(op: Op, options: dict[str, Any]) -> Launch:
+def _reference_launch(op: Op, options: dict[str, Any], rows: int) -> Launch:
     count = len(op.scalars)
+    names = [o.name for o in op.operands]
 
     def run(*args: Any) -> None:
-        op.reference(*args[count + 1 :], **dict(zip(op.scalars, args[:count], strict=True)), **options)
+        given = dict(zip((*op.scalars, *names), (*args[:count], *args[count + 1 :]), strict=True))
+        for operand in op.operands:
+            if operand.kind == "blocks":
+                tensor = given[operand.name]
+                given[operand.name] = tensor.as_strided(*op.blocks(tensor, rows))
+        op.reference(**given, **options)
 
     return run
 

@@ -10,13 +10,25 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from flashnorm.kernels.blocks import stored_in_row
+from flashnorm.kernels.plans import plans_for
 from flashnorm.kernels.row_forward import RowForward
-from flashnorm.kernels.tile import WIDTH, plans_for, sm_of
+from flashnorm.kernels.tile import WIDTH, sm_of
 from flashnorm.program import Operand, Variant
 
 ENTRY_POINT = "launch"
 _TRACING = threading.Lock()  # the DSL traces one function at a time in a process
-DTYPES = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
+DTYPES = {
+    "float32": cutlass.Float32,
+    "float16": cutlass.Float16,
+    "bfloat16": cutlass.BFloat16,
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
+    "float8_e5m2": cutlass.Float8E5M2,
+    "int8": cutlass.Int8,
+    "uint8": cutlass.Uint8,
+    "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
+}
 
 
 @dataclass(frozen=True)
@@ -37,16 +49,31 @@ class Compiled:
         self.function.export_to_c(str(path), function_name=ENTRY_POINT)
 
 
-def fake(operand: Operand, variant: Variant, outer: tuple):
-    """A tensor that is not there: H is fixed, the outer shape and every outer stride are 64-bit unknowns."""
-    name = variant.dtype(operand.name)
+@dataclass(frozen=True)
+class Sizes:
+    """What only a launch knows, each a 64-bit unknown: the outer shape of the row grid, and the rows of the pool."""
+
+    outer: tuple
+    pool: Any
+
+
+def fake(operand: Operand, variant: Variant, sizes: Sizes):
+    """A tensor that is not there: H is fixed, every other extent and every outer stride is a 64-bit unknown."""
+    name, hidden = variant.dtype(operand.name), variant.hidden_size
+    outer: tuple = sizes.outer
+    if operand.kind == "blocks":
+        outer = (cute.sym_int64(), stored_in_row(variant.program.store, hidden))
+    elif operand.kind in ("pool", "per_pool"):
+        outer = (sizes.pool,)
+    elif operand.kind == "scalar":
+        outer = (1,)
+    elif operand.kind == "vec" and operand.name not in variant.row_vecs:
+        outer = ()
     strides = tuple(cute.sym_int64() for _ in outer)
-    if operand.kind == "per_row":
+    if operand.kind not in ("row", "pool", "vec"):
         return make_fake_tensor(DTYPES[name], outer, stride=strides, assumed_align=WIDTH[name])
     align = min(16, variant.vec * WIDTH[name])
-    if operand.kind == "vec" and operand.name not in variant.row_vecs:
-        return make_fake_tensor(DTYPES[name], (variant.hidden_size,), stride=(1,), assumed_align=align)
-    return make_fake_tensor(DTYPES[name], (*outer, variant.hidden_size), stride=(*strides, 1), assumed_align=align)
+    return make_fake_tensor(DTYPES[name], (*outer, hidden), stride=(*strides, 1), assumed_align=align)
 
 
 def compile_variant(variant: Variant, arch: str, *, plans=None, inspect: bool = False) -> Compiled:
@@ -65,9 +92,9 @@ def compile_variant(variant: Variant, arch: str, *, plans=None, inspect: bool = 
     if unknown:
         raise ValueError(f"dtypes must be among {sorted(DTYPES)}, got {unknown}")
     plans = plans or plans_for(variant, arch)
-    kernel = RowForward(variant, plans, has_pdl=sm_of(arch) >= 90)
-    outer = tuple(cute.sym_int64() for _ in range(variant.row_rank))
-    operands = [fake(o, variant, outer) for o in variant.program.operands()]
+    kernel = RowForward(variant, plans, sm_of(arch))
+    sizes = Sizes(tuple(cute.sym_int64() for _ in range(variant.row_rank)), cute.sym_int64())
+    operands = [fake(o, variant, sizes) for o in variant.program.operands()]
     scalars = [cutlass.Float32(0.0) for _ in variant.program.scalars()]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     options = f"--enable-tvm-ffi --gpu-arch {arch}"

@@ -55,6 +55,10 @@ def fma_rn(a, b, c):
     return asm(T.f32(), "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", (a, b, c))
 
 
+def sub_rn(a, b):
+    return asm(T.f32(), "sub.rn.f32 $0, $1, $2;", "=f,f,f", (a, b))
+
+
 def div_rn(a, b):
     return asm(T.f32(), "div.rn.f32 $0, $1, $2;", "=f,f,f", (a, b))
 
@@ -75,39 +79,42 @@ def div_by_int(a, n):
     return div_rn(a, constant(float(n)))
 
 
-# ------------------------------------------------------------------ storage dtypes <-> fp32
-def unpack(regs, dtype):
-    """The fp32 values of raw registers, exactly."""
-    if dtype == "float32":
-        return [llvm.bitcast(T.f32(), r) for r in regs]
-    out = []
-    for r in regs:
-        if dtype == "bfloat16":
-            code = (
-                "{ .reg .b32 lo, hi; shl.b32 lo, $2, 16; and.b32 hi, $2, 0xffff0000; mov.b32 $0, lo; mov.b32 $1, hi; }"
-            )
-        else:
-            code = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.f32.f16 $0, lo; cvt.f32.f16 $1, hi; }"
-        out += asm_many(T.f32(), 2, code, "=f,=f,r", (r,))
-    return out
+def max_nan(a, b):
+    """The larger one; NaN where one of the two is."""
+    return asm(T.f32(), "max.NaN.f32 $0, $1, $2;", "=f,f,f", (a, b))
 
 
-def pack(values, dtype):
-    """Raw registers of fp32 values rounded to `dtype`, nearest even; NaN stays NaN, overflow is infinite."""
-    if dtype == "float32":
-        return [llvm.bitcast(T.i32(), v) for v in values]
-    short = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
-    return [
-        asm(T.i32(), f"cvt.rn.{short}.f32 $0, $2, $1;", "=r,f,f", (values[i], values[i + 1]))
-        for i in range(0, len(values), 2)
-    ]
+def min_nan(a, b):
+    """The smaller one; NaN where one of the two is."""
+    return asm(T.f32(), "min.NaN.f32 $0, $1, $2;", "=f,f,f", (a, b))
 
 
-def round_to(values, dtype):
-    """rT of fp32 values, widened again."""
-    return values if dtype == "float32" else unpack(pack(values, dtype), dtype)
+def magnitude(a):
+    return asm(T.f32(), "abs.f32 $0, $1;", "=f,f", (a,))
 
 
+# ------------------------------------------------------------------ raw contents
 def hide(reg, zero):
     """`reg`, by way of a zero that the compiler does not know."""
     return asm(T.i32(), "xor.b32 $0, $1, $2;", "=r,r,r", (reg, zero))
+
+
+def keep(value, bits):
+    """`value` where the int32 `bits` are all ones, +0 where they are 0."""
+    return asm(T.f32(), "and.b32 $0, $1, $2;", "=f,f,r", (value, bits))
+
+
+def keep_raw(reg, bits):
+    """The same for a raw register."""
+    return asm(T.i32(), "and.b32 $0, $1, $2;", "=r,r,r", (reg, bits))
+
+
+def all_ones_unless_zero(value):
+    """An int32 mask: all ones where the fp32 `value` is not +0."""
+    return asm(T.i32(), "{ .reg .pred p; setp.ne.b32 p, $1, 0; selp.b32 $0, -1, 0, p; }", "=r,f", (value,))
+
+
+def choose(condition, value, other):
+    """`value` where the int32 `condition` is not 0, else `other`; fp32."""
+    code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; selp.b32 $0, $2, $3, p; }"
+    return asm(T.f32(), code, "=f,r,f,f", (condition, value, other))

@@ -1,38 +1,58 @@
-"""Load stages: h of round j in fp32, for the first pass (the sum) and again for the second (the output).
+"""Load stages: h of round j in fp32, for the first pass (a sum) and again for the later ones (sums, the output).
 
 A load keeps as little as it can between the passes: raw registers of the storage dtype, or nothing where the
 row waits in shared memory or is read again.
 """
 
-from flashnorm.kernels.fp import add_rn, pack, unpack
+from flashnorm.kernels.codec import pack, unpack
+from flashnorm.kernels.fp import add_rn, choose, constant, mul_rn
 from flashnorm.program import AddResidual, LoadRow
 
 
 class Plain:
-    """h = f(x)."""
+    """h = f(x), or mul(float(x), input_scale); x is the row itself, or the row of a pool that an index picks.
+
+    Attributes:
+        neutral: what every sum of the row is added to: -0, which changes no number, or NaN where the index lies
+            outside of the pool; None where there is no index.
+    """
 
     def __init__(self, k, stage):
-        self.k, self.names = k, ("x",)
+        self.k, self.names, self.neutral, self.scale = k, ("x",), None, None
+        self.dtype = k.variant.dtype("x")
+        if stage.indexed:
+            k.pick_row(k.load_one("row_index"))
+            self.neutral = choose(k.pool_ok.ir_value(), constant(-0.0), constant(float("nan")))
+        if stage.scaled:
+            self.scale = k.load_one("input_scale")
+
+    def _widen(self, raw):
+        values = unpack(raw, self.dtype)
+        return values if self.scale is None else [mul_rn(v, self.scale) for v in values]
 
     def first(self, j):
         raw = self.k.raw("x", j)
         if self.k.tile.hold == "registers":
             self.k.held[j] = raw
-        return unpack(raw, self.k.variant.dtype("x"))
+        h = self._widen(raw)
+        # What the row lacks is +0, whatever the scale: a product with infinity would be NaN.
+        return h if self.scale is None else self.k.present(j, h)
 
-    def again(self, j):
-        raw = self.k.held_again(j) if self.k.tile.hold == "registers" else self.k.raw("x", j)
-        return unpack(raw, self.k.variant.dtype("x"))
+    def again(self, j, last):
+        return self._widen(self.k.held_again(j) if self.k.tile.hold == "registers" else self.k.raw("x", j))
 
 
 class Residual:
     """s = add(x, residual), stored; h is s, or what was stored."""
 
+    neutral = None
+
     def __init__(self, k, stage):
         self.k, self.stage, self.names = k, stage, ("x", "residual")
         self.dtype = k.variant.dtype("residual")
-        # In place, the sum would overwrite what a second read needs: then it is stored in the second pass.
-        self.late_store = k.tile.hold == "global" or k.tile.late_residual
+        # In place, the sum would overwrite what a later read needs: then it is stored in the last pass. A row that
+        # waits in registers has lost what its sum was rounded to by then: there it is always stored in the first.
+        self.late_store = k.tile.hold == "global" or (k.tile.late_residual and k.tile.hold == "shared")
 
     def _sum(self, j, store):
         x, r = self.k.values("x", j), self.k.values("residual", j)
@@ -50,10 +70,10 @@ class Residual:
             self.k.held[j] = keep
         return h
 
-    def again(self, j):
+    def again(self, j, last):
         if self.k.tile.hold == "registers":
             return unpack(self.k.held_again(j), self.dtype) if self.stage.rounded else self.k.held[j]
-        return self._sum(j, store=self.late_store)[0]
+        return self._sum(j, store=self.late_store and last)[0]
 
 
 LOADS: dict = {LoadRow: Plain, AddResidual: Residual}

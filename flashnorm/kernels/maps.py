@@ -1,7 +1,8 @@
 """Map stages: n -> y of one group, in fp32."""
 
-from flashnorm.kernels.fp import add_rn, constant, mul_rn, round_to
-from flashnorm.program import Affine
+from flashnorm.kernels.codec import round_to
+from flashnorm.kernels.fp import add_rn, constant, fma_rn, mul_rn
+from flashnorm.program import Affine, AffineBias, Bias, Round
 
 
 def affine(k, stage, j, n):
@@ -11,8 +12,24 @@ def affine(k, stage, j, n):
         offset = constant(stage.offset)
         g = [add_rn(w, offset) for w in g]
     if stage.round_norm:
-        n = round_to(n, k.variant.dtype("x"))
+        n = round_to(n, k.variant.rounding)
     return [mul_rn(a, b) for a, b in zip(n, g, strict=True)]
 
 
-MAPS = {Affine: affine}
+def affine_bias(k, stage, j, n):
+    """y = fma(n, w, bias)."""
+    w, bias = k.values("weight", j), k.values("bias", j)
+    return [fma_rn(a, b, c) for a, b, c in zip(n, w, bias, strict=True)]
+
+
+def bias(k, stage, j, n):
+    """y = add(n, bias)."""
+    return [add_rn(a, b) for a, b in zip(n, k.values("bias", j), strict=True)]
+
+
+def round_(k, stage, j, n):
+    """y = rT(n), widened again."""
+    return round_to(n, k.variant.rounding)
+
+
+MAPS = {Affine: affine, AffineBias: affine_bias, Bias: bias, Round: round_}

@@ -1,4 +1,4 @@
-"""Moves of one group of 8 elements, as raw 32-bit registers (4 for 16-bit dtypes, 8 for fp32).
+"""Moves of one group of 8 elements, as raw 32-bit registers (2 for 8-bit dtypes, 4 for 16-bit ones, 8 for fp32).
 
 The widest access is 16 bytes; `vec` says how many elements may be taken together. A predicate is an int32
 0/1 value, or None for "always"; it becomes a PTX predicate, not a branch, so that all the loads of a row
@@ -11,10 +11,11 @@ whose H is no multiple of 8. At most one of the two is true.
 from cutlass.cutlass_dsl import T
 
 from flashnorm.kernels.fp import asm, asm_many
-from flashnorm.kernels.tile import WIDTH
+from flashnorm.kernels.tile import SLOT, WIDTH
 
 GROUP = 8
-HALF_REGS = ".reg .b16 lo, hi, zero; mov.b16 zero, 0;"
+# What accesses of less than a register go through, by the width of an element.
+PART_REGS = {1: ".reg .b32 part;", 2: ".reg .b16 lo, hi, zero; mov.b16 zero, 0;", 4: ""}
 
 
 def regs_of(dtype):
@@ -40,6 +41,9 @@ def _load_text(space, at, n, width, guard, regs, addr):
         vector = f".v{len(picked)}" if len(picked) > 1 else ""
         body = f"{{{', '.join(picked)}}}" if len(picked) > 1 else picked[0]
         return f"{guard}ld.{space}{vector}.b32 {body}, {where};"
+    if width == 1:
+        reg, bit = regs[at // 4], at % 4 * 8
+        return f"{guard}ld.{space}.u{8 * n} part, {where}; {guard}bfi.b32 {reg}, part, {reg}, {bit}, {8 * n};"
     reg = regs[at // 2]
     if at % 2 == 0:
         return f"{guard}ld.{space}.b16 lo, {where}; {guard}mov.b32 {reg}, {{lo, zero}};"
@@ -54,6 +58,8 @@ def _store_text(space, at, n, width, guard, regs, addr):
         vector = f".v{len(picked)}" if len(picked) > 1 else ""
         body = f"{{{', '.join(picked)}}}" if len(picked) > 1 else picked[0]
         return f"{guard}st.{space}{vector}.b32 {where}, {body};"
+    if width == 1:
+        return f"shr.u32 part, {regs[at // 4]}, {at % 4 * 8}; {guard}st.{space}.u{8 * n} {where}, part;"
     return f"mov.b32 {{lo, hi}}, {regs[at // 2]}; {guard}st.{space}.b16 {where}, {'lo' if at % 2 == 0 else 'hi'};"
 
 
@@ -73,8 +79,8 @@ def load_group(addr, dtype, vec, *, full=None, tail=None, tail_count=0, streamin
     width, n, space = WIDTH[dtype], regs_of(dtype), "global.cs" if streaming else "global"
     regs = [f"${i}" for i in range(n)]
     head, operands, names = _guards(n + 1, full, tail)
-    lines = [HALF_REGS if width == 2 else "", head]
-    if full is not None:
+    lines = [PART_REGS[width], head]
+    if full is not None or (vec * width < 4 and width == 1):
         lines += [f"mov.b32 {r}, 0;" for r in regs]
     for guard, count in ((names.get("p", ""), GROUP), (names.get("q"), tail_count)):
         if guard is not None:
@@ -88,7 +94,7 @@ def store_group(addr, regs_in, dtype, vec, *, full=None, tail=None, tail_count=0
     width, n, space = WIDTH[dtype], regs_of(dtype), "global.cs" if streaming else "global"
     regs = [f"${i + 1}" for i in range(n)]
     head, operands, names = _guards(n + 1, full, tail)
-    lines = [HALF_REGS if width == 2 else "", head]
+    lines = [PART_REGS[width], head]
     for guard, count in ((names.get("p", ""), GROUP), (names.get("q"), tail_count)):
         if guard is not None:
             lines += [_store_text(space, at, c, width, guard, regs, "$0") for at, c in pieces(count, vec, width)]
@@ -113,6 +119,36 @@ def store_f32(addr, value, pred):
         (addr, value, pred),
         effect=True,
     )
+
+
+def store_byte(addr, value, pred):
+    """The low byte of an int32."""
+    code = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.u8 [$0], $1; }"
+    asm(None, code, "l,r,r", (addr, value, pred), effect=True)
+
+
+def leave(pred):
+    """End the threads for which `pred` (int32) holds. Barriers do not wait for a whole CTA that has left."""
+    asm(None, "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p exit; }", "r", (pred,), effect=True)
+
+
+def load_one(addr, dtype, pred=None):
+    """One element: fp32 of a float, int64 of an integer; +0 where `pred` (int32 or None) does not hold."""
+    code, result, constraint = {
+        "float32": ("ld.global.f32 $0, [$1];", T.f32, "f"),
+        "bfloat16": ("ld.global.b16 h, [$1]; mov.b32 $0, {z, h};", T.f32, "f"),
+        "float16": ("ld.global.b16 h, [$1]; cvt.f32.f16 $0, h;", T.f32, "f"),
+        "int32": ("ld.global.s32 $0, [$1];", T.i64, "l"),
+        "int64": ("ld.global.s64 $0, [$1];", T.i64, "l"),
+    }[dtype]
+    head, operands = ".reg .b16 h, z; mov.b16 z, 0;", [addr]
+    if pred is not None:
+        operands.append(pred)
+        zero = "mov.b64 $0, 0;" if constraint == "l" else "mov.b32 $0, 0;"
+        head += f" .reg .pred p; setp.ne.b32 p, $2, 0; {zero}"
+        code = " ".join(f"@p {statement.strip()};" for statement in code.split(";") if statement.strip())
+    constraints = ",".join([f"=&{constraint}", "l", "r"][: 1 + len(operands)])
+    return asm(result(), "{ " + f"{head} {code}" + " }", constraints, operands, effect=True)
 
 
 # ------------------------------------------------------------------ shared memory; addresses are int32
@@ -146,9 +182,16 @@ def stage_wait(pending):
     asm(None, f"cp.async.wait_group {pending};", "", (), effect=True)
 
 
+def planes_of(dtype):
+    """Planes of 16 bytes a thread that a staged group takes."""
+    return max(1, GROUP * WIDTH[dtype] // SLOT)
+
+
 def read_slot(slot, plane, dtype):
     """One staged group of this thread."""
     n = regs_of(dtype)
+    if n == 2:
+        return asm_many(T.i32(), n, "ld.shared.v2.b32 {$0, $1}, [$2];", "=&r,=&r,r", (slot,), effect=True)
     code = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$%d];" % n
     if n == 8:
         code += f" ld.shared.v4.b32 {{$4, $5, $6, $7}}, [$8+{plane}];"
@@ -189,6 +232,11 @@ def barrier(index, count):
         asm(None, f"bar.sync {index}, {count};", "~{memory}", (), effect=True)
     else:
         asm(None, f"bar.sync $0, {count};", "r,~{memory}", (index,), effect=True)
+
+
+def warp_barrier():
+    """Wait for the warp; loads stay on their side of it."""
+    asm(None, "bar.warp.sync 0xffffffff;", "~{memory}", (), effect=True)
 
 
 def cluster_arrive():

@@ -1,21 +1,22 @@
-"""The canonical sum of a row (arithmetic.md section 1), split over threads, warps and the CTAs of a cluster.
+"""The canonical sums of a row, split over threads, warps and the CTAs of a cluster; and maxima of it.
 
 Four steps, each an exact piece of the canonical order:
- 1. `lane_sum`: the terms of one lane, position by position, then its 8 positions.
+ 1. `LaneSum`: the terms of one lane, position by position, then its 8 positions.
  2. `block_sums`: every block of 32 lanes by halving; levels that lie inside a thread need no shuffle, and a
     thread that holds several lanes sends half of them at each shuffle instead of all.
  3. `exchange`: one value per block crosses warps through shared memory (of every CTA of the cluster).
  4. `fold`: the blocks by halving, by every thread for itself, so that one barrier is enough.
 
 fp32 addition commutes, so it does not matter which of the two partners of a halving step adds: all of them
-may, and all hold the same bits.
+may, and all hold the same bits. Every exchange of a kernel has slots of its own in shared memory: nobody has to wait
+until the values of the one before have been read.
 """
 
 from cutlass import Int32
 from cutlass._mlir.dialects import arith, nvvm
 
 from flashnorm.kernels import memory
-from flashnorm.kernels.fp import add_rn, constant, fma_rn, mul_rn
+from flashnorm.kernels.fp import add_rn, constant, fma_rn, magnitude, max_nan, mul_rn
 
 POSITIONS = 8
 
@@ -30,29 +31,49 @@ def _bit(tid, bit):
     return ((tid >> Int32(bit)) & Int32(1) != Int32(0)).ir_value()
 
 
-def lane_sum(groups, square):
-    """The sum of one lane: `groups` yields its groups in order, each 8 fp32 values (squared first if `square`)."""
-    acc = None
-    for h in groups:
-        if acc is None:
-            acc = [mul_rn(v, v) for v in h] if square else list(h)
-        elif square:
-            acc = [fma_rn(v, v, a) for v, a in zip(h, acc, strict=True)]
+class LaneSum:
+    """The sum of one lane, whose groups are added in order; `square`: of the squares of its values."""
+
+    def __init__(self, square):
+        self.square, self.acc = square, None
+
+    def add(self, group):
+        """Add a group of 8 fp32 values."""
+        if self.acc is None:
+            self.acc = [mul_rn(v, v) for v in group] if self.square else list(group)
+        elif self.square:
+            self.acc = [fma_rn(v, v, a) for v, a in zip(group, self.acc, strict=True)]
         else:
-            acc = [add_rn(v, a) for v, a in zip(h, acc, strict=True)]
-    if acc is None:
-        return constant(0.0)
-    even = add_rn(add_rn(acc[0], acc[4]), add_rn(acc[2], acc[6]))
-    odd = add_rn(add_rn(acc[1], acc[5]), add_rn(acc[3], acc[7]))
-    return add_rn(even, odd)
+            self.acc = [add_rn(v, a) for v, a in zip(group, self.acc, strict=True)]
+
+    def skip(self):
+        """Add a group that the row does not have: +0, which changes nothing but a sum of -0."""
+        if self.acc is not None and not self.square:
+            self.acc = [add_rn(a, constant(0.0)) for a in self.acc]
+
+    def total(self):
+        acc = self.acc
+        if acc is None:
+            return constant(0.0)
+        even = add_rn(add_rn(acc[0], acc[4]), add_rn(acc[2], acc[6]))
+        odd = add_rn(add_rn(acc[1], acc[5]), add_rn(acc[3], acc[7]))
+        return add_rn(even, odd)
 
 
-def halve(values):
+def halve(values, join=add_rn):
     """values[i] += values[i + s] for s = n/2 ... 1."""
     while len(values) > 1:
         s = len(values) // 2
-        values = [add_rn(values[i], values[i + s]) for i in range(s)]
+        values = [join(values[i], values[i + s]) for i in range(s)]
     return values[0]
+
+
+def butterfly(value, threads, join=add_rn):
+    """`value` of `threads` neighbouring threads, a power of two, joined by halving; all of them get it."""
+    s = threads // 2
+    while s:
+        value, s = join(value, _shuffle_xor(value, s)), s // 2
+    return value
 
 
 def _select(cond, a, b):
@@ -65,10 +86,7 @@ def _narrow_row_sum(tile, lane_values):
     per_block = min(tile.lanes, 32) // t
     totals = []
     for b in range(0, len(lane_values), per_block):
-        v, s = halve(lane_values[b : b + per_block]), t // 2
-        while s:
-            v, s = add_rn(v, _shuffle_xor(v, s)), s // 2
-        totals.append(v)
+        totals.append(butterfly(halve(lane_values[b : b + per_block]), t))
     return halve(totals)
 
 
@@ -106,43 +124,73 @@ def fold(tile, row_slots, tid):
     own = min(tile.blocks, 8)
     stride = tile.blocks // own
     base = row_slots if stride == 1 else row_slots + (tid & Int32(stride - 1)) * Int32(own * 4)
-    v, s = halve(memory.read_floats(base.ir_value(), own)), stride // 2
-    while s:
-        v, s = add_rn(v, _shuffle_xor(v, s)), s // 2
-    return v
+    return butterfly(halve(memory.read_floats(base.ir_value(), own)), stride)
 
 
-def row_sum(k, lane_values):
-    """The canonical sum from this thread's lane sums; every thread of the row gets it."""
+def row_sums(k, lane_values):
+    """The canonical sums of a row; `lane_values` are this thread's lane sums of each. Every thread gets all of them."""
     tile, tid = k.tile, k.tid
     if tile.threads < 32:
-        return _narrow_row_sum(tile, lane_values)
-    value, spread = block_sums(lane_values, tid)
+        return [_narrow_row_sum(tile, values) for values in lane_values]
+    in_warp = [block_sums(values, tid) for values in lane_values]
+    spread = in_warp[0][1]
     if not tile.exchange:  # one warp: the blocks lie in its threads, 2^spread copies of each
-        s = len(lane_values) // 2
-        while s:
-            value, s = add_rn(value, _shuffle_xor(value, s << spread)), s // 2
-        return value
+        totals = []
+        for value, _ in in_warp:
+            s = len(lane_values[0]) // 2
+            while s:
+                value, s = add_rn(value, _shuffle_xor(value, s << spread)), s // 2
+            totals.append(value)
+        return totals
     warps = tile.threads // 32
     lane = tid & Int32(31)
     block = k.thread // Int32(32) + (lane >> Int32(spread)) * Int32(warps)
-    slot = k.exchange_base + slot_of(tile, block) * Int32(4)
+    slots = [k.exchange_slots() for _ in in_warp]
+    places = [base + slot_of(tile, block) * Int32(4) for base in slots]
     copy = lane & Int32((1 << spread) - 1)
-    if tile.cluster_n == 1:
-        memory.write_float(slot.ir_value(), value, (copy == Int32(0)).to(Int32).ir_value())
-        memory.barrier(0 if tile.rows == 1 else (k.row_in_cta + Int32(1)).ir_value(), tile.threads_per_row)
-    else:
-        _send_to_cluster(k, slot, value, copy)
-    return fold(tile, k.exchange_base, tid)
+    exchange(k, places, [value for value, _ in in_warp], copy)
+    return [fold(tile, base, tid) for base in slots]
 
 
-def _send_to_cluster(k, slot, value, copy):
-    """Every CTA gets every block sum: of the copies of a value in a warp, number i goes to CTA i.
+def exchange(k, places, values, copy):
+    """Write fp32 values to shared memory, where every thread of the row may read them afterwards.
 
-    A warp holds 32 T / L copies of each, T = threads of the row >= 32 * cluster_n, so there is one for every CTA.
+    Args:
+        k: the frame.
+        places: the address for each value.
+        values: what the warp has for that address; threads of a warp with the same address have the same value.
+        copy: which of these threads this one is: the first one writes, and with a cluster number i writes to CTA i.
     """
-    memory.cluster_wait()  # every peer runs, so its shared memory exists (they arrived before their loads)
-    inside = (copy < Int32(k.tile.cluster_n)).to(Int32)
-    memory.write_remote_float(slot.ir_value(), copy.ir_value(), value, inside.ir_value())
+    tile = k.tile
+    if tile.cluster_n == 1:
+        for place, value in zip(places, values, strict=True):
+            memory.write_float(place.ir_value(), value, (copy == Int32(0)).to(Int32).ir_value())
+        memory.barrier(0 if tile.rows == 1 else (k.row_in_cta + Int32(1)).ir_value(), tile.threads_per_row)
+        return
+    # A warp holds 32 T / L copies of a block sum, T = threads of the row >= 32 * cluster_n: one for every CTA.
+    if k.first_exchange():
+        memory.cluster_wait()  # every peer runs, so its shared memory exists (they arrived before their loads)
+    inside = (copy < Int32(tile.cluster_n)).to(Int32)
+    for place, value in zip(places, values, strict=True):
+        memory.write_remote_float(place.ir_value(), copy.ir_value(), value, inside.ir_value())
     memory.cluster_arrive()
     memory.cluster_wait()
+
+
+# ------------------------------------------------------------------ maxima
+def largest(group):
+    """The largest magnitude of a group of fp32 values; NaN where one of them is."""
+    return halve([magnitude(v) for v in group], max_nan)
+
+
+def row_max(k, value):
+    """The largest of a value of every thread of the row; every thread gets it."""
+    tile = k.tile
+    value = butterfly(value, min(tile.threads, 32), max_nan)
+    if not tile.exchange:
+        return value
+    warps = tile.threads // 32
+    base, lane = k.exchange_slots(), k.tid & Int32(31)
+    exchange(k, [base + k.thread // Int32(32) * Int32(4)], [value], lane)
+    (value,) = memory.read_floats((base + (lane & Int32(warps - 1)) * Int32(4)).ir_value(), 1)
+    return butterfly(value, warps, max_nan)

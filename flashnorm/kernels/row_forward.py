@@ -1,9 +1,9 @@
 """The row-forward kernel: one body for every RowProgram.
 
  1. load: the thread's groups of the row, all in flight together (weights with them, where registers allow);
- 2. statistics: lane sums, then the canonical sum over the row's threads: one barrier;
+ 2. statistics: lane sums, then the canonical sums over the row's threads: one barrier a pass;
  3. maps, group by group, on the normalised values;
- 4. store, each group as soon as it is ready.
+ 4. store, each group as soon as it is ready, or after a pass that looks for the scale of the whole row.
 
 Everything a launch plan decides (threads, cluster, staging, what is held where) is in the RowTile and read in
 `frame` and `reduce`; everything an operator decides is in its stages. One artefact holds a kernel for each class
@@ -17,13 +17,14 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from flashnorm.kernels import memory
-from flashnorm.kernels.frame import Frame
+from flashnorm.kernels.fp import add_rn
+from flashnorm.kernels.frame import Frame, extent, pads, row_count
 from flashnorm.kernels.loads import LOADS
 from flashnorm.kernels.maps import MAPS
-from flashnorm.kernels.reduce import lane_sum
+from flashnorm.kernels.reduce import LaneSum, row_sums
 from flashnorm.kernels.stats import STATS
 from flashnorm.kernels.stores import SAVES, STORES
-from flashnorm.kernels.tile import loaded_widths
+from flashnorm.kernels.tile import needs_of
 
 
 class Turns:
@@ -54,45 +55,95 @@ class Turns:
             yield from part
 
 
+class Row:
+    """One thread's share of a row, pass by pass: h for the sums, y for what is stored.
+
+    Made, everything is under way that the plan wants to be: the row, and the weights, or the first batch of them.
+    """
+
+    def __init__(self, k):
+        tile, program = k.tile, k.variant.program
+        self.k, self.program, self.hidden_size, self.present = k, program, tile.hidden_size, k.present
+        self.load = LOADS[type(program.load)](k, program.load)
+        vecs = [o.name for o in program.operands() if o.kind == "vec"]
+        lanes = tile.lanes_per_thread
+        self.order = [j for lane in range(lanes) for j in range(lane, tile.rounds, lanes)]
+        if tile.staged:
+            k.stage(self.load.names, self.order)
+        elif tile.hold == "registers":
+            for j in range(tile.rounds):
+                for name in self.load.names:
+                    k.load(name, (j,))
+        if tile.early_weights:
+            for name in vecs:
+                k.load(name, range(tile.rounds))
+        self.rereads = self.load.names if tile.hold == "global" else ()
+        self.late = [*self.rereads, *([] if tile.early_weights else vecs)]
+        self.outgoing = self._turns(range(tile.rounds), self.late)
+        if self.outgoing.ahead and not self.rereads:
+            self.outgoing.ask()  # under way while the sum crosses the row
+        self.incoming = k.arrivals(self.order) if tile.staged else iter(self._turns(self.order, self.rereads))
+
+    def _turns(self, rounds, names):
+        return Turns(self.k, rounds, names, self.k.tile.batch, ahead=self.k.tile.hold != "registers")
+
+    def sums(self, term, squares):
+        """Canonical sums over the row, taken in one pass.
+
+        Args:
+            term: (round, h of a group) -> the 8 values of it that are summed.
+            squares: for each sum, whether it is of the squares of the terms.
+        """
+        turns, again = self.incoming, self.incoming is None
+        if again:
+            turns = iter(self._turns(self.order, self.rereads))
+        self.incoming = None
+        tile = self.k.tile
+        lane_sums: list[list] = [[] for _ in squares]
+        for lane in range(tile.lanes_per_thread):
+            own = len(range(lane, tile.rounds, tile.lanes_per_thread))
+            sums = [LaneSum(square) for square in squares]
+            for j in islice(turns, own):
+                values = term(j, self.load.again(j, last=False) if again else self.load.first(j))
+                for one in sums:
+                    one.add(values)
+                if again and self.rereads:
+                    memory.warp_barrier()  # as in `outputs`
+            if own < -(-tile.groups // tile.lanes):
+                for one in sums:
+                    one.skip()
+            for done, one in zip(lane_sums, sums, strict=True):
+                done.append(one.total())
+        if again:
+            self.k.next_pass()
+        neutral = self.load.neutral
+        return [total if neutral is None else add_rn(total, neutral) for total in row_sums(self.k, lane_sums)]
+
+    def outputs(self, stats, last=True):
+        """(round, y) over the row; `last` where no other pass follows."""
+        turns, self.outgoing = self.outgoing or self._turns(range(self.k.tile.rounds), self.late), None
+        for j in turns:
+            y = stats.normalise(self.load.again(j, last))
+            for stage in self.program.maps:
+                y = MAPS[type(stage)](self.k, stage, j, y)
+            yield j, y
+            if not last and self.late:
+                # No store keeps the loads of later rounds behind it: ptxas would begin with all of them, and spill.
+                memory.warp_barrier()
+        self.k.next_pass()
+
+
 def row_program(k, scalars):
     """The four steps, traced for one thread of one row."""
-    tile, program = k.tile, k.variant.program
-    load = LOADS[type(program.load)](k, program.load)
-    vecs = [o.name for o in program.operands() if o.kind == "vec"]
-    everything = tile.rounds
-
-    order = [j for lane in range(tile.lanes_per_thread) for j in range(lane, tile.rounds, tile.lanes_per_thread)]
-    if tile.staged:
-        k.stage(load.names, order)
-    elif tile.hold == "registers":
-        for j in range(everything):
-            for name in load.names:
-                k.load(name, (j,))
-    if tile.early_weights:
-        for name in vecs:
-            k.load(name, range(everything))
-    rereads = load.names if tile.hold == "global" else ()
-
-    ahead = tile.hold != "registers"
-    late = Turns(k, range(everything), [*rereads, *([] if tile.early_weights else vecs)], tile.batch, ahead)
-    if ahead and not rereads:
-        late.ask()  # under way while the sum crosses the row
-
-    stats_type = STATS[type(program.stats)]
-    turns = k.arrivals(order) if tile.staged else iter(Turns(k, order, rereads, tile.batch, ahead))
-    sums = []
-    for lane in range(tile.lanes_per_thread):
-        own = len(range(lane, tile.rounds, tile.lanes_per_thread))
-        sums.append(lane_sum((load.first(j) for j in islice(turns, own)), stats_type.square))
-    stats = stats_type(k, program.stats, scalars, sums)
+    program = k.variant.program
+    if k.padded:
+        k.clear_padding()
+    row = Row(k)
+    store = STORES[type(program.store)](k, program.store, scalars)
+    stats = STATS[type(program.stats)](row, scalars)
     for save in program.saves:
         SAVES[type(save)](k, save, stats)
-
-    for j in late:
-        y = stats.normalise(load.again(j))
-        for stage in program.maps:
-            y = MAPS[type(stage)](k, stage, j, y)
-        STORES[type(program.store)](k, program.store, j, y)
+    store(row, stats)
 
 
 class RowForward:
@@ -101,11 +152,11 @@ class RowForward:
     Args:
         variant: what is computed, on which dtypes, widths and layouts.
         plans: (largest M, tile) in rising order; the last one serves every M beyond the one before.
-        has_pdl: whether the architecture has programmatic dependent launch (sm_90 and newer).
+        sm: the compute capability to compile for, 90 for 9.0; programmatic dependent launch begins there.
     """
 
-    def __init__(self, variant, plans, has_pdl):
-        self.variant, self.plans, self.has_pdl = variant, plans, has_pdl
+    def __init__(self, variant, plans, sm):
+        self.variant, self.plans, self.sm, self.has_pdl = variant, plans, sm, sm >= 90
         self.names = tuple(o.name for o in variant.program.operands())
         # ptxas treats kernels with "cutlass" in their name differently, hence names of our own.
         self.kernel.set_name_prefix("flashnorm_row_forward", remove_cutlass_symbol=True)
@@ -130,12 +181,16 @@ class RowForward:
         return arguments[:n], arguments[n], arguments[n + 1 :]
 
     def count_rows(self, operands):
-        kinds = [o.kind for o in self.variant.program.operands()]
-        shape = operands[kinds.index("row")].shape
-        return Int64(shape[0]) if self.variant.row_rank == 1 else Int64(shape[0]) * Int64(shape[1])
+        return row_count(self.first_of("row", operands), self.variant.row_rank)
+
+    def first_of(self, kind, operands):
+        return operands[[o.kind for o in self.variant.program.operands()].index(kind)]
 
     def launch(self, index, rows, scalars, enable_pdl, operands, stream):
         tile = self.plans[index][1]
+        if pads(self.variant.program):  # a row of the grid for every row of padding, too
+            wanted = extent(self.first_of("blocks", operands), 0)
+            rows = rows + (wanted > rows).to(Int64) * (wanted - rows)
         blocks = (rows + Int64(tile.rows - 1)) // Int64(tile.rows) * Int64(tile.cluster_n)
         self.kernel(index, scalars, operands).launch(
             grid=[Int32(blocks), 1, 1],
@@ -157,12 +212,12 @@ class RowForward:
         if tile.cluster_n > 1:
             memory.cluster_arrive()
         shared = Int32(0)
-        size = tile.shared_bytes(loaded_widths(self.variant))
+        size = tile.shared_bytes(needs_of(self.variant))
         if size:
             allocator = getattr(cutlass, "memory", cutlass.utils).SmemAllocator()  # it has moved between versions
             pointer = allocator.allocate(size, byte_alignment=16)
             shared = Int32(pointer.toint())
-        k = Frame(tile, self.variant, dict(zip(self.names, operands, strict=True)), tid, bid, shared)
+        k = Frame(tile, self.variant, self.sm, dict(zip(self.names, operands, strict=True)), tid, bid, shared)
         if self.has_pdl:
             k.prefetch()
             memory.wait_for_earlier_kernel()

@@ -1,21 +1,45 @@
 """Statistics stages: what the row's sums say about it."""
 
-from flashnorm.kernels.fp import add_rn, div_by_int, mul_rn, rcp_rn, sqrt_rn
-from flashnorm.kernels.reduce import row_sum
-from flashnorm.program import Rms
+from flashnorm.kernels.fp import add_rn, constant, div_by_int, fma_rn, max_nan, mul_rn, rcp_rn, sqrt_rn, sub_rn
+from flashnorm.program import MeanVar, Rms
+
+
+def inverse_root(v, eps):
+    """div(1, sqrt(add(v, eps)))."""
+    return rcp_rn(sqrt_rn(add_rn(v, eps)))
 
 
 class RmsStats:
     """rstd = div(1, sqrt(add(div(sum(h*h), H), eps))); n = mul(h, rstd)."""
 
-    square = True
-
-    def __init__(self, k, stage, scalars, lane_sums):
-        mean = div_by_int(row_sum(k, lane_sums), k.tile.hidden_size)
-        self.rstd = rcp_rn(sqrt_rn(add_rn(mean, scalars["eps"])))
+    def __init__(self, row, scalars):
+        (total,) = row.sums(lambda j, h: h, squares=(True,))
+        self.rstd = inverse_root(div_by_int(total, row.hidden_size), scalars["eps"])
 
     def normalise(self, h):
         return [mul_rn(v, self.rstd) for v in h]
 
 
-STATS = {Rms: RmsStats}
+class MeanVarStats:
+    """The corrected two-pass: m1 = div(sum(h), H); d = sub(h, m1); m2 = div(sum(d), H).
+
+    var = max(0, fma(-m2, m2, div(sum(d*d), H))); n = mul(sub(d, m2), rstd). Both sums of d are taken in one pass.
+    """
+
+    def __init__(self, row, scalars):
+        (total,) = row.sums(lambda j, h: h, squares=(False,))
+        self.m1 = div_by_int(total, row.hidden_size)
+        total, squares = row.sums(lambda j, h: row.present(j, self.centre(h)), squares=(False, True))
+        self.m2 = div_by_int(total, row.hidden_size)
+        minus = mul_rn(self.m2, constant(-1.0))
+        var = max_nan(constant(0.0), fma_rn(minus, self.m2, div_by_int(squares, row.hidden_size)))
+        self.rstd = inverse_root(var, scalars["eps"])
+
+    def centre(self, h):
+        return [sub_rn(v, self.m1) for v in h]
+
+    def normalise(self, h):
+        return [mul_rn(sub_rn(d, self.m2), self.rstd) for d in self.centre(h)]
+
+
+STATS = {Rms: RmsStats, MeanVar: MeanVarStats}

@@ -1,17 +1,42 @@
-"""Store and save stages."""
+"""Store and save stages. A store is made before the sums are known, so that what it loads is under way with the row;
+called with the row and its statistics it goes over the row once more, or twice."""
 
-from flashnorm.kernels.fp import pack
-from flashnorm.program import Cast, SaveRstd
+from flashnorm.kernels.blocks import QuantBlocksStore
+from flashnorm.kernels.codec import encode, pack
+from flashnorm.kernels.fp import mul_rn, rcp_rn
+from flashnorm.program import Cast, QuantBlocks, QuantTensor, SaveRstd
 
 
-def cast(k, stage, j, y):
+class CastStore:
     """One rounding to the destination's dtype."""
-    k.store(stage.dst, j, pack(y, k.variant.dtype(stage.dst)))
+
+    def __init__(self, k, stage, scalars):
+        self.k, self.dst = k, stage.dst
+
+    def __call__(self, row, stats):
+        for j, y in row.outputs(stats):
+            self.k.store(self.dst, j, pack(y, self.k.variant.dtype(self.dst)))
+
+
+class QuantTensorStore:
+    """inv = div(1, scale); out = cast(mul(y, inv))."""
+
+    def __init__(self, k, stage, scalars):
+        self.k = k
+        self.scale = k.load_one("scale") if stage.on_device else scalars["scale_value"]
+        # A reciprocal takes its time, and early a register: few rows can spare that while they are under way.
+        self.inverse = rcp_rn(self.scale) if k.tile.prefetch == "all" else None
+
+    def __call__(self, row, stats):
+        dtype = self.k.variant.dtype("out")
+        inverse = rcp_rn(self.scale) if self.inverse is None else self.inverse
+        for j, y in row.outputs(stats):
+            self.k.store("out", j, encode([mul_rn(v, inverse) for v in y], dtype, self.k.sm))
 
 
 def save_rstd(k, stage, stats):
     k.store_per_row("rstd", stats.rstd)
 
 
-STORES = {Cast: cast}
+STORES: dict = {Cast: CastStore, QuantTensor: QuantTensorStore, QuantBlocks: QuantBlocksStore}
 SAVES = {SaveRstd: save_rstd}

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from flashnorm import reference
 from flashnorm.core.op import NUMERICS, Op
-from flashnorm.program import AddResidual, Affine, Cast, LoadRow, Rms, RowProgram, SaveRstd
+from flashnorm.ops import programs
+from flashnorm.ops.rows import check_index, new_out
+from flashnorm.program import Cast, Rms, RowProgram, SaveRstd
+
+Tensor = torch.Tensor
 
 
 def _program(
-    present: frozenset[str], options: Mapping[str, Any], *, offset: float = 0.0, residual: str | None = None
+    present: programs.Present,
+    options: programs.Options,
+    *,
+    offset: float = 0.0,
+    residual: str | None = None,
+    rows: bool = False,
 ) -> RowProgram:
-    """The family's program. arithmetic.md's modes are two switches: the residual's rounding and the norm's.
-
-    `residual`: None, or where the sum goes: "residual" (both in place), or another operand (nothing in place).
-    """
-    numerics = options["numerics"]
-    load = LoadRow() if residual is None else AddResidual(rounded=numerics != "flashinfer", dst=residual)
-    affine = Affine(offset=offset, round_norm=numerics == "hf-llama" and offset == 0.0)
     return RowProgram(
-        load=load,
+        load=programs.load(present, options, residual, rows),
         stats=Rms(),
-        maps=(affine,) if "weight" in present else (),
+        maps=programs.rms_maps(present, options, offset),
         store=Cast("x" if residual == "residual" else "out"),
         saves=(SaveRstd(),) if residual is None and "rstd" in present else (),
     )
@@ -40,29 +42,58 @@ _FORMULAS: dict[str | None, Callable[..., None]] = {
 
 
 def _declare(name: str, functional: Op | None = None, **kind: Any) -> Op:
-    residual = kind.get("residual")
-    formula = _FORMULAS[residual]
+    residual, rows = kind.get("residual"), kind.get("rows", False)
+    absent = {} if residual or rows else {"row_index": None, "input_scale": None}
     return Op(
         name,
         program=functools.partial(_program, **kind),
-        reference=functools.partial(formula, offset=kind.get("offset", 0.0)),
+        reference=functools.partial(_FORMULAS[residual], offset=kind.get("offset", 0.0), **absent),
         options={"numerics": NUMERICS},
-        optional=("weight", "rstd") if residual is None else ("weight",),
+        optional=("weight",) if residual else ("row_index", "input_scale", "weight", "rstd"),
         broadcast_vecs=residual is None,
         functional=functional,
-        public=residual != "h",
+        public=residual != "h" and not rows,
+        called=name.removesuffix("_rows"),
     )
 
 
 RMSNORM = _declare("rmsnorm")
+RMSNORM_ROWS = _declare("rmsnorm_rows", rows=True)
 GEMMA_RMSNORM = _declare("gemma_rmsnorm", offset=1.0)
+GEMMA_RMSNORM_ROWS = _declare("gemma_rmsnorm_rows", offset=1.0, rows=True)
 ADD_RMSNORM = _declare("add_rmsnorm", residual="h")
 GEMMA_ADD_RMSNORM = _declare("gemma_add_rmsnorm", residual="h", offset=1.0)
 FUSED_ADD_RMSNORM = _declare("fused_add_rmsnorm", ADD_RMSNORM, residual="residual")
 GEMMA_FUSED_ADD_RMSNORM = _declare("gemma_fused_add_rmsnorm", GEMMA_ADD_RMSNORM, residual="residual", offset=1.0)
 
 
-@RMSNORM.warm(return_rstd="rstd")
+def _rows(op: Op) -> Callable[..., Any]:
+    """The operator over rows that are picked or widened; behind the public function, with a warm call of its own."""
+
+    @op.warm(return_rstd="rstd")
+    def rows(
+        input: Tensor,
+        row_index: Tensor | None,
+        input_scale: Tensor | None,
+        weight: Tensor | None,
+        out: Tensor,
+        eps: float,
+        enable_pdl: bool | None,
+        *,
+        numerics: str,
+        return_rstd: bool,
+    ) -> Any:
+        rstd = op.empty("rstd", out) if return_rstd else None
+        y = op.checked(input, row_index, input_scale, weight, out, rstd, eps, numerics, enable_pdl)
+        return y if rstd is None else (y, rstd)
+
+    return rows
+
+
+_RMSNORM_ROWS, _GEMMA_RMSNORM_ROWS = _rows(RMSNORM_ROWS), _rows(GEMMA_RMSNORM_ROWS)
+
+
+@RMSNORM.warm(unless=("row_index", "input_scale"), return_rstd="rstd")
 def rmsnorm(
     input: torch.Tensor,
     weight: torch.Tensor | None,
@@ -72,6 +103,8 @@ def rmsnorm(
     *,
     numerics: str = "flashinfer",
     return_rstd: bool = False,
+    row_index: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     r"""Root mean square normalisation over the last dimension.
 
@@ -92,21 +125,32 @@ def rmsnorm(
         numerics: "flashinfer" (one rounding at the end), "hf-llama" or "vllm" (rounded to the input's
             dtype before the weight and again after it), "hf-gemma", "torch" or "cake" (one rounding).
         return_rstd: also return 1 / sqrt(mean(x^2) + eps), fp32, of shape `input.shape[:-1]`.
+        row_index: [...], int32 or int64: the rows of `input`, its leading dimensions flattened, that are normalised
+            (a gather from a paged buffer). The result has the shape `row_index.shape + (H,)`. On a GPU a bad index
+            reads nothing and makes its row NaN.
+        input_scale: fp32, one element or one for every row of `input` ((M, 1)): `input` is int8 and stands for
+            `input * input_scale`, in fp32. The output's dtype is that of `out`, else the weight's, else bf16.
 
     Returns:
         [..., H] in the input's dtype: `out` where it was given; with `return_rstd`, (out, rstd).
 
     Raises:
         TypeError: for something that is no tensor, or an eps that is no number.
-        ValueError: for a wrong dtype, shape, device, overlap or option, before anything is launched.
+        ValueError: for a wrong dtype, shape, device, overlap or option, before anything is launched; for a bad
+            `row_index` on the CPU.
         RuntimeError: where no route serves the device, or a gradient would be lost.
     """
+    if row_index is not None or input_scale is not None:
+        out = new_out(RMSNORM_ROWS, input, weight, out, row_index)
+        check_index(RMSNORM_ROWS, input, row_index)
+        more = {"numerics": numerics, "return_rstd": return_rstd}
+        return _RMSNORM_ROWS(input, row_index, input_scale, weight, out, eps, enable_pdl, **more)
     rstd = RMSNORM.empty("rstd", input) if return_rstd else None
     y: torch.Tensor = RMSNORM.checked(input, weight, out, rstd, eps, numerics, enable_pdl)
     return y if rstd is None else (y, rstd)
 
 
-@GEMMA_RMSNORM.warm(return_rstd="rstd")
+@GEMMA_RMSNORM.warm(unless=("row_index", "input_scale"), return_rstd="rstd")
 def gemma_rmsnorm(
     input: torch.Tensor,
     weight: torch.Tensor | None,
@@ -116,6 +160,8 @@ def gemma_rmsnorm(
     *,
     numerics: str = "flashinfer",
     return_rstd: bool = False,
+    row_index: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     r"""RMSNorm with the gain of Gemma's checkpoints, :math:`w + 1`, added in fp32.
 
@@ -123,6 +169,11 @@ def gemma_rmsnorm(
 
     One rounding at the end in every mode. Arguments, results and errors are those of `rmsnorm`.
     """
+    if row_index is not None or input_scale is not None:
+        out = new_out(GEMMA_RMSNORM_ROWS, input, weight, out, row_index)
+        check_index(GEMMA_RMSNORM_ROWS, input, row_index)
+        more = {"numerics": numerics, "return_rstd": return_rstd}
+        return _GEMMA_RMSNORM_ROWS(input, row_index, input_scale, weight, out, eps, enable_pdl, **more)
     rstd = GEMMA_RMSNORM.empty("rstd", input) if return_rstd else None
     y: torch.Tensor = GEMMA_RMSNORM.checked(input, weight, out, rstd, eps, numerics, enable_pdl)
     return y if rstd is None else (y, rstd)

@@ -84,6 +84,10 @@ void hash(const std::vector<T>& values) {
   }
 }
 
+void hash_bytes(const std::vector<uint8_t>& bytes) {
+  for (const uint8_t byte : bytes) total = (total ^ byte) * 1099511628211ull;
+}
+
 constexpr int kRows = 3;
 int failures = 0;
 
@@ -95,10 +99,10 @@ void norm(int h, int kind) {
   std::vector<float> rstd(kRows);
   Norm<X, Weight, Dst> program{
       {{x.data(), 0, h}}, {1e-6f}, {{{weight.data(), 0, 0}}, {}}, {{{rstd.data(), 0, 1}}, {}}, {{out.data(), 0, h}}};
-  cpu::forward_rows<Whole>(program, h, kRows, 0, kRows);
+  cpu::forward_rows<Whole>(program, h, kRows, kRows, 0, kRows);
   hash(out), hash(rstd);
   program.store.dst.ptr = streamed.data();
-  cpu::forward_rows<cpu::Stream>(program, h, kRows, 0, kRows);
+  cpu::forward_rows<cpu::Stream>(program, h, kRows, kRows, 0, kRows);
   if (std::memcmp(out.data(), streamed.data(), out.size() * sizeof(Dst)) != 0) {
     std::printf("streamed stores differ: h = %d\n", h), ++failures;
   }
@@ -111,7 +115,7 @@ void add_norm(int h, int kind) {
   const auto weight = fill<Weight>(h, kOrdinary);
   const AddNorm<X, Residual, Weight> program{
       {{x.data(), 0, h}, {residual.data(), 0, h}, {}}, {1e-6f}, {{{weight.data(), 0, 0}}, {}}, {}, {{x.data(), 0, h}}};
-  cpu::forward_rows<Whole>(program, h, kRows, 0, kRows);
+  cpu::forward_rows<Whole>(program, h, kRows, kRows, 0, kRows);
   hash(x), hash(residual);
 }
 
@@ -154,7 +158,94 @@ void conversions(Narrow narrow_one, Widen widen_one) {
   }
 }
 
+// The same of 8-bit codes, whose only boundaries lie in the upper half.
+template <class T>
+void codes() {
+  constexpr int N = cpu::kStep;
+  for (uint32_t low : {0x0u, 0x1u, 0x7FFFu, 0x8000u, 0xFFFFu}) {
+    for (uint32_t high = 0; high < 0x10000u; high += N) {
+      float v[N];
+      uint8_t got[N];
+      for (int i = 0; i < N; ++i) v[i] = float_of((high + i) << 16 | low);
+      Pack<T, N> pack;
+      narrow(pack, v);
+      std::memcpy(got, pack.words, sizeof(got));
+      for (int i = 0; i < N; ++i) {
+        if (got[i] == detail::soft_code(v[i], T{})) continue;
+        std::printf("code of %08x = %02x\n", bits_of(v[i]), got[i]), ++failures;
+      }
+      if (failures > 20) return;
+    }
+  }
+}
+
+void widened_bytes() {
+  constexpr int N = cpu::kStep;
+  for (int first = -128; first < 128; first += N) {
+    int8_t bytes[N];
+    float v[N];
+    for (int i = 0; i < N; ++i) bytes[i] = int8_t(first + i);
+    Pack<int8_t, N> pack;
+    std::memcpy(pack.words, bytes, sizeof(bytes));
+    widen(v, pack);
+    for (int i = 0; i < N; ++i) {
+      if (v[i] != float(first + i)) std::printf("float(%d) = %g\n", first + i, v[i]), ++failures;
+    }
+  }
+}
+
+// LayerNorm, and codes by block of a row, by block of 128, and by one scale.
+template <class Scale, int kBlock_>
+struct CodeOptions : Options {
+  static constexpr int kBlock = kBlock_;
+  static constexpr float kFloor = 1e-10f;
+  static constexpr bool kRatio = false, kUe8m0 = sizeof(Scale) == 1, kPacked = false, kSide = true;
+  static constexpr Cap kCap = Cap::kValue;
+};
+
+template <class X, class Dst, class Scale, int kBlock>
+struct Codes {
+  using Store = QuantBlocks<CodeOptions<Scale, kBlock>, Dst, Scale, X>;
+  LoadRow<Options, X> load;
+  MeanVar<Options> stats;
+  Chain<AffineBias<Options, float, float>, Round<Options>> maps;
+  Chain<SaveRstd<Options, float>> saves;
+  Store store;
+};
+
+template <class X, class Dst, class Scale, int kBlock>
+void layer_norm_codes(int h, int kind) {
+  using Program = Codes<X, Dst, Scale, kBlock>;
+  const auto x = fill<X>(kRows * h, kind);
+  const auto weight = fill<float>(h, kOrdinary), bias = fill<float>(h, kOrdinary);
+  const int columns = Program::Store::columns(h), padded = kRows + 2;
+  std::vector<uint8_t> out(kRows * h);
+  std::vector<X> side(kRows * h);
+  std::vector<Scale> scales(padded * columns, Scale(77));
+  std::vector<float> rstd(kRows);
+  const BlocksRef<Scale> blocks{scales.data(), 1, padded, padded, columns, h};
+  const Program program{{{x.data(), 0, h}},
+                        {1e-6f},
+                        {{{weight.data(), 0, 0}, {bias.data(), 0, 0}}, {}},
+                        {{{rstd.data(), 0, 1}}, {}},
+                        {{reinterpret_cast<Dst*>(out.data()), 0, h}, blocks, RowRef<X>{side.data(), 0, h}, 1.5f}};
+  cpu::forward_rows<Whole>(program, h, kRows, kRows, 0, padded);
+  hash_bytes(out);
+  if constexpr (std::is_same_v<Scale, float>) {
+    hash(scales);
+  } else {
+    hash_bytes(scales);
+  }
+  for (int i = 0; i < columns; ++i) {
+    for (int row = kRows; row < padded; ++row) {
+      if (scales[i * padded + row] != 0) std::printf("padding of h = %d\n", h), ++failures;
+    }
+  }
+  hash(side), hash(rstd);
+}
+
 int main() {
+  codes<e4m3>(), codes<e5m2>(), codes<int8_t>(), widened_bytes();
   conversions<bf16>(soft::narrow_bf16, soft::widen_bf16);
   conversions<f16>(soft::narrow_f16, soft::widen_f16);
   for (int h : {1,   2,   3,   7,   8,    9,    15,   16,   17,   31,   32,   33,    63,    64,  65, 111,
@@ -165,6 +256,10 @@ int main() {
       norm<float, f16, f16>(h, kind);
       add_norm<f16, float, bf16>(h, kind);
       sum(h, kind);
+      if (h % 3 != 0) continue;
+      layer_norm_codes<bf16, e4m3, float, 128>(h, kind);
+      layer_norm_codes<f16, e5m2, uint8_t, 128>(h, kind);
+      layer_norm_codes<float, int8_t, float, 0>(h, kind);
     }
   }
   std::printf("%016llx\n", static_cast<unsigned long long>(total));

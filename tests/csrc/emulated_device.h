@@ -22,22 +22,29 @@
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
 struct uint4 {
   uint32_t x, y, z, w;
 };
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 namespace flashnorm {
 
+template <int kSums>
 struct Slots {
-  alignas(16) float values[2][32];
+  alignas(16) float values[2][kSums][32];
   uint64_t barriers[2];
 };
 
 namespace emulation {
+
+constexpr int kMostSums = 2;
 
 struct Barrier {
   int waiting = 0;
@@ -52,9 +59,9 @@ struct Warp {
 struct Cta {
   dim3 index;
   int rank;
-  Slots slots;
+  alignas(16) char slots[sizeof(Slots<kMostSums>)];
   int arrived[2] = {0, 0};  // values that peers have put so far
-  int expected[2] = {0, 0};
+  std::vector<int> expected[2];  // values that will have been put after each turn
   std::vector<uint4> dynamic;
   std::vector<Warp> warps;
   Barrier barrier;
@@ -121,8 +128,7 @@ inline void run_cluster(unsigned first, int ctas, dim3 block, int dynamic_bytes,
     cta.rank = c;
     cta.warps.resize(here.threads / 32);
     cta.dynamic.resize(dynamic_bytes / 16);
-    for (auto& set : cta.slots.values)
-      for (float& value : set) value = __builtin_nanf("");
+    std::memset(cta.slots, 0xFF, sizeof(cta.slots));  // NaN
     for (int t = 0; t < here.threads; ++t) {
       Fiber& fiber = here.fibers[size_t(c) * here.threads + t];
       fiber.stack.reset(new char[kStack]);
@@ -155,51 +161,62 @@ inline void run_cluster(unsigned first, int ctas, dim3 block, int dynamic_bytes,
 #define blockIdx (::flashnorm::emulation::self->cta->index)
 #define blockDim (::flashnorm::emulation::block_dim)
 
-inline float shuffle_xor(float v, int mask) {
+// The value of thread `from` of the warp.
+template <class T>
+T shuffle(T v, int from) {
+  static_assert(sizeof(T) == sizeof(float), "one word");
   emulation::Fiber& me = *emulation::self;
   emulation::Warp& warp = me.cta->warps[me.number / 32];
   // Two sets in turn: a thread may be one shuffle ahead of another that has yet to read.
   float* values = warp.values[me.shuffles++ % 2];
-  values[me.number % 32] = v;
+  std::memcpy(&values[me.number % 32], &v, sizeof(T));
   emulation::wait(warp.barrier, 32);
-  return values[(me.number % 32) ^ mask];
-}
-
-inline uint32_t shuffle_up(uint32_t v) {
-  emulation::Fiber& me = *emulation::self;
-  emulation::Warp& warp = me.cta->warps[me.number / 32];
-  float* values = warp.values[me.shuffles++ % 2];
-  std::memcpy(&values[me.number % 32], &v, 4);
-  emulation::wait(warp.barrier, 32);
-  const int from = me.number % 32;
-  std::memcpy(&v, &values[from > 0 ? from - 1 : 0], 4);
+  std::memcpy(&v, &values[from], sizeof(T));
   return v;
 }
+inline int lane_number() { return emulation::self->number % 32; }
 
-inline uint4 load_streamed(const uint4* from) { return *from; }
-inline void store_streamed(uint4* to, uint4 v) { *to = v; }
+inline float shuffle_xor(float v, int mask) { return shuffle(v, lane_number() ^ mask); }
+inline uint32_t shuffle_xor(uint32_t v, int mask) { return shuffle(v, lane_number() ^ mask); }
+inline uint32_t shuffle_up(uint32_t v) { return shuffle(v, lane_number() > 0 ? lane_number() - 1 : 0); }
+
 inline void prefetch(const void*) {}
 inline void start_copy(uint4* to, const uint4* from) { *to = *from; }
+inline void start_copy(uint2* to, const uint2* from) { *to = *from; }
 inline void await_copies() {}
 
 inline void sync_cta() { emulation::wait(emulation::self->cta->barrier, emulation::cluster->threads); }
-inline Slots& shared_slots() { return emulation::self->cta->slots; }
+template <int kSums>
+Slots<kSums>& shared_slots() {
+  static_assert(kSums <= emulation::kMostSums, "more room");
+  return *reinterpret_cast<Slots<kSums>*>(emulation::self->cta->slots);
+}
 inline uint4* dynamic_shared() { return emulation::self->cta->dynamic.data(); }
 
 inline int cluster_rank() { return emulation::self->cta->rank; }
-inline void cluster_open(Slots&) { ++emulation::cluster->opened; }
+template <int kSums>
+void cluster_open(Slots<kSums>&) {
+  ++emulation::cluster->opened;
+}
 inline void cluster_peers_open() {
   while (emulation::cluster->opened < int(emulation::cluster->fibers.size())) emulation::yield();
 }
-inline void cluster_expect(Slots&, int phase, int values) { emulation::self->cta->expected[phase] = values; }
-inline void cluster_put(Slots&, int phase, int slot, float v, int rank) {
+template <int kSums>
+void cluster_expect(Slots<kSums>&, int phase, int values) {
+  std::vector<int>& turns = emulation::self->cta->expected[phase];
+  turns.push_back((turns.empty() ? 0 : turns.back()) + values);
+}
+template <int kSums>
+void cluster_put(Slots<kSums>&, int phase, int sum, int slot, float v, int rank) {
   emulation::Cta& to = *emulation::cluster->ctas[rank];
-  to.slots.values[phase][slot] = v;
+  reinterpret_cast<Slots<kSums>*>(to.slots)->values[phase][sum][slot] = v;
   ++to.arrived[phase];
 }
-inline void cluster_await(Slots&, int phase, int turn) {
+template <int kSums>
+void cluster_await(Slots<kSums>&, int phase, int turn) {
   emulation::Cta& cta = *emulation::self->cta;
-  while (cta.expected[phase] == 0 || cta.arrived[phase] < cta.expected[phase] * (turn + 1)) emulation::yield();
+  const std::vector<int>& turns = cta.expected[phase];
+  while (int(turns.size()) <= turn || cta.arrived[phase] < turns[turn]) emulation::yield();
 }
 
 inline void wait_for_earlier_kernels() {}

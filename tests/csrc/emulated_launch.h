@@ -19,10 +19,11 @@ inline Forced forced;
 
 template <class Program>
 void launch_rows(const Program& program, const Operands& operands, bool) {
-  using Kept = typename decltype(Program::load)::Kept;
+  using Kept = typename LocatedOf<Program>::Kept;
   Plan plan = forced.plan;
   if (plan.threads == 0) {
-    plan = pick(forced.device, operands.rows(), operands.hidden_size(), operands.width(), int(sizeof(Kept)));
+    plan = pick(forced.device, operands.grid_rows(), operands.hidden_size(), operands.width(), int(sizeof(Kept)), is_heavy<Program>(),
+                is_layered<Program>());
   }
   const RowLaunch<Program> launch = row_launch(program, operands, plan, forced.device);
   for (int64_t cta = 0; cta < launch.ctas; cta += plan.cluster) {
@@ -33,8 +34,8 @@ void launch_rows(const Program& program, const Operands& operands, bool) {
 
 // What the plan would be: threads, rows, cluster, lanes, groups.
 inline int64_t picked(int sm, int processors, int memory, int64_t rows, int hidden_size, int width, int kept,
-                      int field) {
-  const Plan plan = pick({sm, processors, memory}, rows, hidden_size, width, kept);
+                      bool heavy, int field) {
+  const Plan plan = pick({sm, processors, memory}, rows, hidden_size, width, kept, heavy);
   const int fields[] = {plan.threads, plan.rows, plan.cluster, plan.lanes, plan.groups};
   return fields[field];
 }
@@ -45,8 +46,9 @@ bool any_carries_out(const Plan& plan, int kept, bool whole, TileList<Each...>) 
 }
 
 // Whether there is a kernel for a plan.
-inline bool has_kernel(int threads, int rows, int cluster, int lanes, int groups, int kept, bool whole) {
-  return any_carries_out({threads, rows, cluster, lanes, groups, false}, kept, whole, Tiles{});
+inline bool has_kernel(int threads, int rows, int cluster, int lanes, int groups, int kept, bool whole, bool heavy) {
+  const Plan plan{threads, rows, cluster, lanes, groups, false};
+  return heavy ? any_carries_out(plan, kept, whole, decltype(joined(Tiles{}, HeavyTiles{})){}) : any_carries_out(plan, kept, whole, Tiles{});
 }
 
 inline void force(int sm, int shared_memory, int threads, int rows, int cluster, int lanes, int groups) {

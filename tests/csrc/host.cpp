@@ -1,7 +1,7 @@
 // The host bodies of csrc/'s loads, conversions and stores, and the sums, as plain functions for ctypes.
 #include <type_traits>
 
-#include "flashnorm/codec.cuh"
+#include "flashnorm/codec8.cuh"
 #include "flashnorm/vec.cuh"
 
 using namespace flashnorm;
@@ -48,6 +48,40 @@ void narrow_all(const float* from, void* to, int64_t count, int scalar) {
   }
 }
 
+template <class T>
+void narrow_codes(const float* from, void* to, int64_t count, int scalar) {
+  T* out = static_cast<T*>(to);
+  for (int64_t i = 0; i + kWide <= count; i += kWide) {
+    if (scalar) {
+      for (int j = 0; j < kWide; ++j) {
+        const uint8_t code = detail::soft_code(from[i + j], T{});
+        std::memcpy(out + i + j, &code, 1);
+      }
+      continue;
+    }
+    float v[kWide];
+    std::memcpy(v, from + i, sizeof(v));
+    Pack<T, kWide> pack;
+    narrow(pack, v);
+    RowRef<T>{out, 0, 0}.store(pack, At<Whole>{{0, 0}, int(i), {}});
+  }
+}
+
+template <class T>
+void widen_codes(const uint8_t* from, float* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = soft::Float8<T>::widen(from[i]);
+}
+
+void widen_bytes(const int8_t* from, float* to, int64_t count) {
+  for (int64_t i = 0; i + kWide <= count; i += kWide) {
+    Pack<int8_t, kWide> pack;
+    RowRef<const int8_t>{from, 0, 0}.load(pack, At<Whole>{{0, 0}, int(i), {}});
+    float v[kWide];
+    widen(v, pack);
+    std::memcpy(to + i, v, sizeof(v));
+  }
+}
+
 // Copies `count` of 8 elements through a ragged load and a ragged store.
 template <class T>
 void copy_ragged(const void* from, void* to, int count) {
@@ -66,6 +100,13 @@ void widen_f32(const void* from, float* to, int64_t n, int) { widen_all<float>(f
 void narrow_bf16(const float* from, void* to, int64_t n, int scalar) { narrow_all<bf16>(from, to, n, scalar); }
 void narrow_f16(const float* from, void* to, int64_t n, int scalar) { narrow_all<f16>(from, to, n, scalar); }
 void narrow_f32(const float* from, void* to, int64_t n, int) { narrow_all<float>(from, to, n, 0); }
+void narrow_e4m3(const float* from, void* to, int64_t n, int scalar) { narrow_codes<e4m3>(from, to, n, scalar); }
+void narrow_e5m2(const float* from, void* to, int64_t n, int scalar) { narrow_codes<e5m2>(from, to, n, scalar); }
+void narrow_int8(const float* from, void* to, int64_t n, int scalar) { narrow_codes<int8_t>(from, to, n, scalar); }
+void widen_e4m3(const uint8_t* from, float* to, int64_t n, int) { widen_codes<e4m3>(from, to, n); }
+void widen_e5m2(const uint8_t* from, float* to, int64_t n, int) { widen_codes<e5m2>(from, to, n); }
+void widen_int8(const int8_t* from, float* to, int64_t n, int) { widen_bytes(from, to, n); }
+void copy_8(const void* from, void* to, int count) { copy_ragged<int8_t>(from, to, count); }
 void copy_16(const void* from, void* to, int count) { copy_ragged<bf16>(from, to, count); }
 void copy_32(const void* from, void* to, int count) { copy_ragged<float>(from, to, count); }
 }

@@ -1,6 +1,6 @@
-// Runs generated CPU units without TVM-FFI or Python: `run_units CASE EPS < operands > operands`.
+// Runs generated CPU units without TVM-FFI or Python: `run_units CASE EPS SCALE CAP < operands > operands`.
 //
-// UNITS is a file of generated units, each in a namespace of its own, and of `call(case, eps, tensors)`. An operand
+// UNITS is a file of generated units, each in a namespace of its own, and of `call(case, scalars, tensors)`. An operand
 // is read as int64 words (code, bits, rank, sizes) and its bytes, and written back as bytes alone.
 #include <cstdio>
 #include <cstdlib>
@@ -26,7 +26,8 @@ int main(int, char** argv) {
     if (std::fread(bytes.back().data(), 1, bytes.back().size(), stdin) != bytes.back().size()) return 2;
     tensors.emplace_back(bytes.back().data(), sized.dtype(), shape);
   }
-  call(std::atoi(argv[1]), std::strtod(argv[2], nullptr), tensors);
+  const double scalars[] = {std::strtod(argv[2], nullptr), std::strtod(argv[3], nullptr), std::strtod(argv[4], nullptr)};
+  call(std::atoi(argv[1]), scalars, tensors);
   for (const auto& each : bytes) std::fwrite(each.data(), 1, each.size(), stdout);
   return 0;
 }

@@ -6,21 +6,19 @@ They come from the canonical model, not from a route, and change only where the 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections import defaultdict
 
-from tests.combos import COMBOS
-from tests.test_bits import GOLDEN, golden_digests, golden_problem, golden_shapes
+from tests.golden.digests import FOLDER, family, golden_digests, golden_problems
 
 
 def main() -> None:
-    found = {}
-    for combo in COMBOS:
-        for shape in golden_shapes(combo):
-            problem = golden_problem(combo, shape, "cpu")
-            found[problem.what] = golden_digests(problem.canonical(), combo)
-    path = Path(GOLDEN)
-    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    print(f"{path}: {len(found)} cases")
+    found: defaultdict[str, dict[str, dict[str, str]]] = defaultdict(dict)
+    for problem in golden_problems():
+        found[family(problem.combo)][problem.what] = golden_digests(problem.canonical(), problem.combo)
+    for name, cases in found.items():
+        path = FOLDER / f"{name}.json"
+        path.write_text(json.dumps(cases, indent=1, sort_keys=True) + "\n")
+        print(f"{path}: {len(cases)} cases")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-// The conversions of codec.cuh at vector speed, for the kStep elements that the row loop handles at a time.
+// The conversions of codec.cuh and codec8.cuh at vector speed, for the kStep elements that the row loop handles at a time.
 //
-// Plain overloads: the compiler prefers them to the templates of codec.cuh, so every stage gets them
+// Plain overloads: the compiler prefers them to the templates there, so every stage gets them
 // unasked, and where there is none for a machine the templates do. Same bits for every input, NaNs
 // included (the tests go through all of them).
 #pragma once
 
-#include "../codec.cuh"
+#include "../codec8.cuh"
 #include "simd.h"
 
 namespace flashnorm {
@@ -108,5 +108,69 @@ FN_HOST_DEVICE void narrow(Pack<f16, 8>& pack, const float (&v)[8]) {
   vst1q_u32(pack.words, vreinterpretq_u32_f16(half));
 }
 #endif
+
+// ---------------------------------------------------------------- 8-bit codes
+// soft::Float8<T>::narrow and soft::narrow_int8, step by step, on vectors.
+namespace cpu {
+
+typedef uint32_t U __attribute__((vector_size(W * 4)));
+typedef int32_t I __attribute__((vector_size(W * 4)));
+typedef uint8_t Bytes __attribute__((vector_size(W)));
+typedef int8_t SignedBytes __attribute__((vector_size(W)));
+
+FN_HOST_DEVICE U splat_bits(uint32_t x) { return x - U{}; }
+// a where the mask has ones, else b.
+FN_HOST_DEVICE U select(U mask, U a, U b) { return (mask & a) | (~mask & b); }
+
+template <class T>
+FN_HOST_DEVICE U codes_of(V v, T) {
+  using Float8 = soft::Float8<T>;
+  const U bits = U(v), magnitude = bits & 0x7FFFFFFFu, sign = (bits >> 24) & 0x80u;
+  const U half = splat_bits((1u << (Float8::kShift - 1)) - 1u);
+  const U normal = (magnitude + half + ((magnitude >> Float8::kShift) & 1u) - Float8::kRebias) >> Float8::kShift;
+  const U subnormal = U(V(magnitude) + splat(float_of(Float8::kSubnormalSteps))) - Float8::kSubnormalSteps;
+  U result = select(U(magnitude < Float8::kSmallestNormal), subnormal, normal);
+  result = select(U(result > Code<T>::kLargestBits), splat_bits(Code<T>::kLargestBits), result);
+  return select(U(magnitude > 0x7F800000u), splat_bits(0x7Fu), sign | result);
+}
+
+FN_HOST_DEVICE U codes_of(V v, int8_t) {
+  const V most = splat(127.0f);
+  const U above = U(v > most), below = U(v < -most), nan = U(v != v);
+  const V clamped = V(select(below, U(-most), select(above, U(most), U(v))));
+  return ~nan & U(clamped + splat(12582912.0f)) & 0xFFu;
+}
+
+// GCC takes a widening from bytes apart, so it is spelt out where there is an instruction.
+FN_HOST_DEVICE V to_floats(SignedBytes codes) {
+#if FN_CPU_WIDTH == 16 && defined(__AVX512F__)
+  return V(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(__m128i(codes))));
+#elif FN_CPU_WIDTH == 8 && defined(__AVX2__)
+  return V(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_set1_epi64x(int64_t(codes)))));
+#else
+  return __builtin_convertvector(__builtin_convertvector(codes, I), V);
+#endif
+}
+
+template <class T>
+FN_HOST_DEVICE void narrow_step(Pack<T, kStep>& pack, const float (&v)[kStep]) {
+  Bytes codes[kStep / W];
+  for (int i = 0; i < kStep / W; ++i) codes[i] = __builtin_convertvector(codes_of(load(v + i * W), T{}), Bytes);
+  std::memcpy(pack.words, codes, sizeof(codes));
+}
+
+}  // namespace cpu
+
+FN_HOST_DEVICE void narrow(Pack<e4m3, cpu::kStep>& pack, const float (&v)[cpu::kStep]) { cpu::narrow_step(pack, v); }
+FN_HOST_DEVICE void narrow(Pack<e5m2, cpu::kStep>& pack, const float (&v)[cpu::kStep]) { cpu::narrow_step(pack, v); }
+FN_HOST_DEVICE void narrow(Pack<int8_t, cpu::kStep>& pack, const float (&v)[cpu::kStep]) {
+  cpu::narrow_step(pack, v);
+}
+
+FN_HOST_DEVICE void widen(float (&v)[cpu::kStep], const Pack<int8_t, cpu::kStep>& pack) {
+  cpu::SignedBytes codes[cpu::kStep / cpu::W];
+  std::memcpy(codes, pack.words, sizeof(codes));
+  for (int i = 0; i < cpu::kStep / cpu::W; ++i) cpu::store(v + i * cpu::W, cpu::to_floats(codes[i]));
+}
 
 }  // namespace flashnorm

@@ -1,9 +1,9 @@
 // A row program on a CPU: load, statistics, maps, store, one row after the other.
 //
-// A row is gone through twice: once for its sums, once for its results. The second pass loads again and
+// A row is gone through several times: for its sums, and then for its results. A later pass loads again and
 // computes h again instead of keeping it: a row that was just read lies in the L1 or L2 cache, and what
 // would be kept would lie there too. So every store, that of a summed residual included, is in the
-// second pass, after the loads of the same elements: results may overwrite inputs in place.
+// last pass, after the loads of the same elements: results may overwrite inputs in place.
 #pragma once
 
 #include "access.h"
@@ -17,7 +17,9 @@
 namespace flashnorm {
 namespace cpu {
 
-// A row as its statistics see it.
+#define FN_INLINE __attribute__((always_inline))
+
+// A row as its statistics see it. `Load` is a load stage that knows the row's place.
 template <class Load>
 class RowSums {
  public:
@@ -27,20 +29,41 @@ class RowSums {
   FN_HOST_DEVICE int hidden_size() const { return hidden_size_; }
   FN_HOST_DEVICE float sum() const { return canonical_sum<Values>(*this, hidden_size_); }
   FN_HOST_DEVICE float sum_squares() const { return canonical_sum<Squares>(*this, hidden_size_); }
+  FN_HOST_DEVICE Deviations deviations(float mean) const {
+    const Centred centred{*this, mean};
+    return {canonical_sum<Values>(centred, hidden_size_), canonical_sum<Squares>(centred, hidden_size_)};
+  }
 
   // What canonical_sum asks for: h.
-  FN_HOST_DEVICE void whole(float (&h)[kStep], int col) const { fetch(h, At<Whole>{row_, col, {}}); }
+  FN_HOST_DEVICE void whole(float (&h)[kStep], int col) const { fetch(h, At<Whole>{row_, col, {}}, kStep); }
   FN_HOST_DEVICE void part(float (&h)[kStep], int col, int count) const {
-    fetch(h, At<Ragged>{row_, col, {count}});
+    fetch(h, At<Ragged>{row_, col, {count}}, count);
   }
 
  private:
+  // The same of h - mean: what the row lacks is +0 all the same.
+  struct Centred {
+    const RowSums& row;
+    float mean;
+
+    FN_HOST_DEVICE void whole(float (&d)[kStep], int col) const {
+      row.whole(d, col);
+      FN_UNROLL
+      for (int i = 0; i < kStep; ++i) d[i] = fp::sub(d[i], mean);
+    }
+    FN_HOST_DEVICE void part(float (&d)[kStep], int col, int count) const {
+      row.part(d, col, count);
+      FN_UNROLL
+      for (int i = 0; i < kStep; ++i) d[i] = fp::sub(d[i], i < count ? mean : 0.0f);
+    }
+  };
+
   template <class Access>
-  FN_HOST_DEVICE void fetch(float (&h)[kStep], const At<Access>& at) const {
+  FN_HOST_DEVICE void fetch(float (&h)[kStep], const At<Access>& at, int count) const {
     typename Load::template Raw<kStep> raw;
     load_.fetch(raw, at);
     Pack<typename Load::Kept, kStep> kept;
-    load_.keep(kept, raw);
+    load_.keep(kept, raw, count);
     widen(h, kept);
   }
 
@@ -49,62 +72,172 @@ class RowSums {
   int hidden_size_;
 };
 
-// The second pass over some elements. `at` is for loads and for what the load stage saves, `out` for the store.
-template <class Program, class State, class Access, class OutAccess>
-FN_HOST_DEVICE void finish(const Program& program, const State& state, const At<Access>& at,
-                           const At<OutAccess>& out) {
-  using Load = decltype(program.load);
-  using Maps = decltype(program.maps);
-  typename std::decay_t<Load>::template Raw<kStep> raw;
-  typename std::decay_t<Maps>::template Raw<kStep> map_raw;
-  program.load.fetch(raw, at);
-  program.maps.fetch(map_raw, at);
-  Pack<typename std::decay_t<Load>::Kept, kStep> kept;
-  program.load.keep(kept, raw);
-  program.load.save(kept, at);
-  float v[kStep];
-  widen(v, kept);
-  program.stats.normalize(v, state);
-  program.maps.apply(v, map_raw);
-  program.store.put(v, out);
+// The elements [begin, end) of a row in steps: visit(whole place) for those that are all there, visit(ragged place)
+// for the last one.
+template <class Visit>
+FN_HOST_DEVICE void steps(Row row, int begin, int end, const Visit& visit) {
+  int col = begin;
+  for (; col + kStep <= end; col += kStep) visit(At<Whole>{row, col, {}});
+  if (col < end) visit(At<Ragged>{row, col, {end - col}});
 }
+
+// Where a store writes the elements of a step: past the caches, if they are whole and it says so.
+template <class OutAccess>
+FN_HOST_DEVICE At<OutAccess> out_of(const At<Whole>& at) {
+  return {at.row, at.col, {}};
+}
+template <class OutAccess>
+FN_HOST_DEVICE At<Ragged> out_of(const At<Ragged>& at) {
+  return at;
+}
+
+// A row's results, from its statistics on.
+template <class Program, class Load, class State>
+class RowResults {
+  using Store = std::decay_t<decltype(Program::store)>;
+  using Maps = std::decay_t<decltype(Program::maps)>;
+
+ public:
+  FN_HOST_DEVICE RowResults(const Program& program, const Load& load, const State& state, int hidden_size, Row row)
+      : program_(program), load_(load), state_(state), hidden_size_(hidden_size), row_(row) {}
+
+  // `ahead(at)` is called before the elements of every whole step are loaded.
+  template <class OutAccess, class Ahead>
+  FN_HOST_DEVICE void put(typename Store::Given given, const Ahead& ahead) const {
+    if constexpr (Store::kBlock == kNoBlock) {
+      put_with<OutAccess>(program_.store.scale(given), ahead);
+    } else if constexpr (Store::kBlock == kWholeRow) {
+      Amax amax;
+      steps(row_, 0, hidden_size_, [&](const auto& at) FN_INLINE {
+        float y[kStep];
+        compute<false>(y, at);
+        amax.take(y, count_of<kStep>(at.access));
+      });
+      const auto scale = program_.store.scale(amax.get(), given);
+      program_.store.put_scale(scale, row_, 0);
+      put_with<OutAccess>(scale, ahead);
+    } else {
+      for (int begin = 0; begin < hidden_size_; begin += Store::kBlock) {
+        const int left = hidden_size_ - begin;
+        put_block<OutAccess>(begin, left < Store::kBlock ? left : Store::kBlock, given, ahead);
+      }
+    }
+  }
+
+ private:
+  // The largest |y| of the elements taken, a running maximum for each place in a step.
+  class Amax {
+   public:
+    FN_HOST_DEVICE void take(const float (&y)[kStep], int count) {
+      if (count == kStep) {
+        FN_UNROLL
+        for (int i = 0; i < kStep; ++i) at_[i] = larger(at_[i], magnitude(y[i]));
+      } else {
+        for (int i = 0; i < count; ++i) at_[i] = larger(at_[i], magnitude(y[i]));
+      }
+    }
+    FN_HOST_DEVICE uint32_t get() const {
+      uint32_t all = 0;
+      for (int i = 0; i < kStep; ++i) all = larger(all, at_[i]);
+      return all;
+    }
+
+   private:
+    uint32_t at_[kStep] = {};
+  };
+
+  // y of a step. The pass that stores results also saves what the load stage stores.
+  template <bool kSave, class Access>
+  FN_HOST_DEVICE void compute(float (&y)[kStep], const At<Access>& at) const {
+    typename Load::template Raw<kStep> raw;
+    typename Maps::template Raw<kStep> map_raw;
+    load_.fetch(raw, at);
+    program_.maps.fetch(map_raw, at);
+    Pack<typename Load::Kept, kStep> kept;
+    load_.keep(kept, raw, count_of<kStep>(at.access));
+    if (kSave) load_.save(kept, at);
+    widen(y, kept);
+    program_.stats.normalize(y, state_);
+    program_.maps.apply(y, map_raw);
+  }
+
+  template <class OutAccess, class Ahead>
+  FN_HOST_DEVICE void put_with(const typename Store::Scale& scale, const Ahead& ahead) const {
+    steps(row_, 0, hidden_size_, [&](const auto& at) FN_INLINE {
+      ahead(at);
+      float y[kStep];
+      compute<true>(y, at);
+      program_.store.put(y, scale, out_of<OutAccess>(at));
+    });
+  }
+
+  template <class OutAccess, class Ahead>
+  FN_HOST_DEVICE void put_block(int begin, int count, typename Store::Given given, const Ahead& ahead) const {
+    alignas(64) float block[Store::kBlock / kStep + 1][kStep];
+    Amax amax;
+    steps(row_, begin, begin + count, [&](const auto& at) FN_INLINE {
+      ahead(at);
+      float (&y)[kStep] = block[(at.col - begin) / kStep];
+      compute<true>(y, at);
+      amax.take(y, count_of<kStep>(at.access));
+    });
+    const auto scale = program_.store.scale(amax.get(), given);
+    program_.store.put_scale(scale, row_, begin / Store::kBlock);
+    steps(row_, begin, begin + count, [&](const auto& at) FN_INLINE {
+      program_.store.put(block[(at.col - begin) / kStep], scale, out_of<OutAccess>(at));
+    });
+  }
+
+  const Program& program_;
+  const Load& load_;
+  State state_;
+  int hidden_size_;
+  Row row_;
+};
 
 // One row. Where stores are streamed, the rows come from memory as well: `next` is prefetched while this one is
 // stored, so that memory is read while it is written. Rows in a cache would only be slowed down by it (13 %).
-template <class OutAccess, class Program>
-FN_HOST_DEVICE void forward_row(const Program& program, int hidden_size, Row row, Row next) {
-  RowSums<std::decay_t<decltype(program.load)>> sums(program.load, row, hidden_size);
-  constexpr bool kPrefetch = std::is_same_v<OutAccess, Stream>;
+template <class OutAccess, class Program, class Given>
+FN_HOST_DEVICE void forward_row(const Program& program, Given given, int hidden_size, Row row, Row next) {
+  const auto load = program.load.locate(row, true);
+  using Load = std::decay_t<decltype(load)>;
+  RowSums<Load> sums(load, row, hidden_size);
   const auto state = program.stats.compute(sums);
   program.saves.put(state, row);
-  int col = 0;
-  for (; col + kStep <= hidden_size; col += kStep) {
-    if constexpr (kPrefetch) {
-      typename std::decay_t<decltype(program.load)>::template Raw<kStep> unused;
-      program.load.fetch(unused, At<Touch>{next, col, {}});
+  const RowResults<Program, Load, std::decay_t<decltype(state)>> results(program, load, state, hidden_size, row);
+  results.template put<OutAccess>(given, [&](const auto& at) FN_INLINE {
+    using Access = std::decay_t<decltype(at.access)>;
+    if constexpr (std::is_same_v<OutAccess, Stream> && std::is_same_v<Access, Whole>) {
+      program.load.touch(At<Touch>{next, at.col, {}});
     }
-    finish(program, state, At<Whole>{row, col, {}}, At<OutAccess>{row, col, {}});
-  }
-  if (col < hidden_size) {
-    const At<Ragged> at{row, col, {hidden_size - col}};
-    finish(program, state, at, at);
-  }
+  });
 }
 
-// Rows [begin, end) of a grid with `inner` rows in every outer one.
+// Rows [begin, end) of a flattened grid of `rows`, with `inner` rows in every outer one. Rows past the grid are
+// those that pad its scales.
 template <class OutAccess, class Program>
-void forward_rows(const Program& shared, int hidden_size, int64_t inner, int64_t begin, int64_t end) {
+void forward_rows(const Program& shared, int hidden_size, int64_t rows, int64_t inner, int64_t begin, int64_t end) {
+  using Store = std::decay_t<decltype(shared.store)>;
   const IeeeMode mode;
   const Program program = shared;  // a local copy: no store can change its pointers and strides
-  Row row{begin / inner, begin % inner};
-  for (int64_t i = begin; i < end; ++i) {
+  const auto given = program.store.read();
+  const int64_t last = end < rows ? end : rows;
+  Row row{begin < last ? begin / inner : 0, begin < last ? begin % inner : 0, begin};
+  for (int64_t i = begin; i < last; ++i) {
     Row next = row;
-    if (i + 1 < end) next = row.inner + 1 < inner ? Row{row.outer, row.inner + 1} : Row{row.outer + 1, 0};
-    forward_row<OutAccess>(program, hidden_size, row, next);
+    if (i + 1 < last) {
+      next = row.inner + 1 < inner ? Row{row.outer, row.inner + 1, i + 1} : Row{row.outer + 1, 0, i + 1};
+    }
+    forward_row<OutAccess>(program, given, hidden_size, row, next);
     row = next;
+  }
+  if constexpr (Store::kBlock != kNoBlock) {
+    for (int64_t i = begin < rows ? rows : begin; i < end; ++i) program.store.pad(Row{0, 0, i}, 0, 1);
   }
   if constexpr (std::is_same_v<OutAccess, Stream>) fence();
 }
+
+#undef FN_INLINE
 
 }  // namespace cpu
 }  // namespace flashnorm

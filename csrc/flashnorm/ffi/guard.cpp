@@ -55,6 +55,7 @@ struct Operand {
 struct Guard {
   Function launch;
   int leading;  // arguments before the operands
+  std::vector<int64_t> kept;  // those of them that the kernel takes
   std::vector<Operand> operands;
   // Distances of pairs whose byte ranges cross although they share no byte: slices of one buffer, side by side.
   // Whoever makes a guard has checked that exactly.
@@ -68,7 +69,7 @@ struct Guard {
     AnyView passed[kMaxArguments];
     uintptr_t first[kMaxArguments];
     int n = 0;
-    for (; n < leading; ++n) passed[n] = args[n];
+    for (const int64_t i : kept) passed[n++] = args[int(i)];
     for (int i = 0; i < count; ++i) {
       const Operand& expected = operands[i];
       const AnyView& given = args[leading + i];
@@ -118,26 +119,24 @@ struct Guard {
   }
 };
 
-std::vector<int64_t> integers(const Any& list) {
-  std::vector<int64_t> out;
-  for (int64_t v : list.cast<Array<int64_t>>()) out.push_back(v);
-  return out;
-}
+std::vector<int64_t> integers(const Array<int64_t>& list) { return {list.begin(), list.end()}; }
 
-// guard(launch, leading, flags, views, *tensors) -> callable(*leading, *tensors) -> bool
+// guard(launch, leading, kept, flags, views, *tensors) -> callable(*leading, *tensors) -> bool
+//   kept: which of the leading arguments are handed on
 //   flags: for each tensor [written, aligned, operand it may be or -1]
 //   views: for each tensor None, or [shape, strides] that the kernel takes
 void make_guard(PackedArgs args, Any* result) {
-  Guard guard{args[0].cast<Function>(), args[1].cast<int>()};
-  const auto flags = args[2].cast<Array<Array<int64_t>>>();
-  const auto views = args[3].cast<Array<Any>>();
-  const int count = args.size() - 4;
+  Guard guard{args[0].cast<Function>(), args[1].cast<int>(), integers(args[2].cast<Array<int64_t>>())};
+  const auto flags = args[3].cast<Array<Array<int64_t>>>();
+  const auto views = args[4].cast<Array<Any>>();
+  constexpr int kOwn = 5;
+  const int count = args.size() - kOwn;
   if (guard.leading + count > kMaxArguments) TVM_FFI_THROW(ValueError) << "more than " << kMaxArguments << " arguments";
   uintptr_t first[kMaxArguments] = {};
   for (int i = 0; i < count; ++i) {
     Operand operand;
-    if (args[4 + i] != nullptr) {
-      const DLTensor& t = *args[4 + i].cast<DLTensor*>();
+    if (args[kOwn + i] != nullptr) {
+      const DLTensor& t = *args[kOwn + i].cast<DLTensor*>();
       operand.present = true;
       operand.written = flags[i][0] != 0;
       operand.alias = int(flags[i][2]);
@@ -155,8 +154,8 @@ void make_guard(PackedArgs args, Any* result) {
       if (views[i] != nullptr) {
         const auto view = views[i].cast<Array<Any>>();
         operand.viewed = true;
-        operand.view_shape = integers(view[0]);
-        operand.view_strides = integers(view[1]);
+        operand.view_shape = integers(view[0].cast<Array<int64_t>>());
+        operand.view_strides = integers(view[1].cast<Array<int64_t>>());
       }
     }
     guard.operands.push_back(std::move(operand));

@@ -80,31 +80,34 @@ inline void force_plan(int threads, int rows, int cluster, int lanes, int groups
   forced_plan() = {threads, rows, cluster, lanes, groups, prefetch};
 }
 
-// threads, cluster, lanes, groups and whether it is for rows that are not whole aligned groups, of every tile.
+// threads, cluster, lanes, groups, whether it is for rows that are not whole aligned groups, and whether only heavy
+// programs have it, of every tile.
 inline std::string tiles() {
   std::string text;
-  for_each_tile(
-      [&](auto tile) {
-        const bool shifted = std::is_same_v<typename decltype(tile)::Access, Shifted>;
-        const int numbers[] = {tile.kThreads, tile.kCluster, tile.kLanes, tile.kGroups, int(shifted)};
-        for (const int number : numbers) text += std::to_string(number) + " ";
-      },
-      Tiles{});
+  const auto describe = [&](auto tile, bool heavy) {
+    const bool shifted = std::is_same_v<typename decltype(tile)::Access, Shifted>;
+    const int numbers[] = {tile.kThreads, tile.kCluster, tile.kLanes, tile.kGroups, int(shifted), int(heavy)};
+    for (const int number : numbers) text += std::to_string(number) + " ";
+  };
+  for_each_tile([&](auto tile) { describe(tile, false); }, Tiles{});
+  for_each_tile([&](auto tile) { describe(tile, true); }, HeavyTiles{});
+  for_each_tile([&](auto tile) { describe(tile, true); }, LayerTiles{});
   return text;
 }
 #endif
 
 template <class Program>
 void launch_rows(const Program& program, const Operands& operands, bool enable_pdl) {
-  using Kept = typename decltype(Program::load)::Kept;
+  using Kept = typename LocatedOf<Program>::Kept;
   if (operands.device().device_type != kDLCUDA) TVM_FFI_THROW(ValueError) << "the tensors are not on a CUDA device";
-  const int64_t rows = operands.rows();
+  const int64_t rows = operands.grid_rows();
   if (rows == 0) return;
   const int device = operands.device().device_id;
   const DeviceGuard guard(device);
   const DeviceFacts& facts = device_facts<Program>(device);
 
-  Plan plan = pick(facts, rows, operands.hidden_size(), operands.width(), int(sizeof(Kept)));
+  Plan plan = pick(facts, rows, operands.hidden_size(), operands.width(), int(sizeof(Kept)), is_heavy<Program>(),
+                   is_layered<Program>());
 #ifdef FLASHNORM_TUNING
   if (forced_plan().threads > 0) plan = forced_plan();
 #endif

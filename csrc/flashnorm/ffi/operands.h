@@ -32,21 +32,48 @@ struct ElementType<bf16> {
   static constexpr DLDataType value{kDLBfloat, 16, 1};
 };
 
+template <>
+struct ElementType<e4m3> {
+  static constexpr DLDataType value{kDLFloat8_e4m3fn, 8, 1};
+};
+template <>
+struct ElementType<e5m2> {
+  static constexpr DLDataType value{kDLFloat8_e5m2, 8, 1};
+};
+template <>
+struct ElementType<int8_t> {
+  static constexpr DLDataType value{kDLInt, 8, 1};
+};
+template <>
+struct ElementType<uint8_t> {
+  static constexpr DLDataType value{kDLUInt, 8, 1};
+};
+template <>
+struct ElementType<int32_t> {
+  static constexpr DLDataType value{kDLInt, 32, 1};
+};
+template <>
+struct ElementType<int64_t> {
+  static constexpr DLDataType value{kDLInt, 64, 1};
+};
+
 constexpr int64_t kMaxHiddenSize = 262144;
 
-// The operands of one call, in program order. The first is a "row" operand and sets the row grid:
+// The operands of one call, in program order. `grid` is the number of a "row" operand, which sets the row grid:
 // [M, H] is M rows of one outer row, [A, B, H] is A outer rows of B inner ones.
 class Operands {
  public:
-  Operands(const TensorView* tensors, int count) : tensors_(tensors) {
-    const TensorView& first = tensors[0];
-    if (first.ndim() != 2 && first.ndim() != 3) {
-      TVM_FFI_THROW(ValueError) << "operand 0 has " << first.ndim() << " dimensions, expected [M, H] or [A, B, H]";
+  Operands(const TensorView* tensors, int count, int grid) : tensors_(tensors) {
+    const TensorView& row = tensors[grid];
+    if (row.ndim() != 2 && row.ndim() != 3) {
+      TVM_FFI_THROW(ValueError) << "operand " << grid << " has " << row.ndim()
+                                << " dimensions, expected [M, H] or [A, B, H]";
     }
-    rank_ = first.ndim() - 1;
-    outer_ = rank_ == 2 ? first.size(0) : 1;
-    inner_ = first.size(rank_ - 1);
-    const int64_t hidden_size = first.size(rank_);
+    rank_ = row.ndim() - 1;
+    outer_ = rank_ == 2 ? row.size(0) : 1;
+    inner_ = row.size(rank_ - 1);
+    grid_rows_ = outer_ * inner_;
+    const int64_t hidden_size = row.size(rank_);
     if (hidden_size < 1 || hidden_size > kMaxHiddenSize) {
       TVM_FFI_THROW(ValueError) << "rows of " << hidden_size << " elements, expected 1 to " << kMaxHiddenSize;
     }
@@ -64,6 +91,8 @@ class Operands {
   int64_t outer() const { return outer_; }
   int64_t inner() const { return inner_; }
   int64_t rows() const { return outer_ * inner_; }
+  // Rows that the launch works on: those of the grid, and those that pad a "blocks" operand bound so far.
+  int64_t grid_rows() const { return grid_rows_; }
   int hidden_size() const { return hidden_size_; }
   DLDevice device() const { return tensors_[0].device(); }
 
@@ -93,6 +122,34 @@ class Operands {
     PerRowRef<T> ref{pointer<T>(t), 0, 0};
     set_strides(ref, t, index);
     return ref;
+  }
+
+  // A "pool" operand: [P, H].
+  template <class T>
+  PoolRef<T> pool(int index) {
+    const TensorView& t = checked<std::remove_const_t<T>>(index);
+    if (t.ndim() != 2 || t.size(1) != hidden_size_ || (hidden_size_ > 1 && t.stride(1) != 1)) shape_error(index);
+    pool_rows_ = t.size(0);
+    PoolRef<T> ref{pointer<T>(t), pool_rows_ > 1 ? t.stride(0) : 0, pool_rows_};
+    narrow_width(ref.ptr, 0, ref.stride);
+    return ref;
+  }
+
+  // A "per_pool" operand: [P], with the P of the pool that was bound before.
+  template <class T>
+  PoolRef<T> per_pool(int index) {
+    const TensorView& t = checked<std::remove_const_t<T>>(index);
+    if (t.ndim() != 1 || t.size(0) != pool_rows_) shape_error(index);
+    return {pointer<T>(t), t.stride(0), pool_rows_};
+  }
+
+  // A "blocks" operand: [M', columns], M' at least as many as the grid's rows.
+  template <class T>
+  BlocksRef<T> blocks(int index, int columns) {
+    const TensorView& t = checked<std::remove_const_t<T>>(index);
+    if (t.ndim() != 2 || t.size(0) < rows() || t.size(1) != columns) shape_error(index);
+    if (t.size(0) > grid_rows_) grid_rows_ = t.size(0);
+    return {pointer<T>(t), t.stride(0), t.stride(1), t.size(0), columns, hidden_size_};
   }
 
   // A "scalar" operand: one element in device memory.
@@ -151,6 +208,8 @@ class Operands {
   int rank_;
   int64_t outer_;
   int64_t inner_;
+  int64_t grid_rows_;
+  int64_t pool_rows_ = 0;
   int hidden_size_;
   int width_;
 };

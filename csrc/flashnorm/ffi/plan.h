@@ -49,6 +49,41 @@ using Tiles = TileList<
     // streamed, a lane a thread: rows of more than 8192 that registers do not hold
     Tile<1024, 1, 0, 0>, Tile<128, 8, 0, 0>, Tile<1024, 1, 0, 0, Shifted>>;
 
+// Further tiles for programs of many instructions a byte: 32 elements share a thread's own work.
+using HeavyTiles = TileList<    //
+    Tile<64, 1, 4, 1>,          // many rows of up to 2048
+    Tile<128, 1, 4, 1>>;        // of up to 4096
+
+// Further tiles for programs of several sums and two vectors (LayerNorm): few threads, which load the vectors late,
+// leave registers for several rows on a processor. Where one has the shape of a tile above, it takes its place.
+using LayerTiles = TileList<            //
+    Tile<128, 1, 4, 1, Whole, false>,   // many rows of up to 4096
+    Tile<128, 1, 8, 1, Whole, false>,   // of up to 8192
+    Tile<256, 1, 4, 2, Whole, false>>;  // of up to 16384
+
+template <class... A, class... B>
+TileList<A..., B...> joined(TileList<A...>, TileList<B...>);
+
+// Whether a program takes many instructions for a byte of memory: it reads bytes, or 16-bit elements of which it
+// makes codes or needs several sums.
+template <class Program>
+constexpr bool is_heavy() {
+  constexpr int kBytes = sizeof(typename LocatedOf<Program>::template Raw<kGroup>) / kGroup;
+  constexpr bool kMuch = decltype(Program::stats)::kSums > 1 || decltype(Program::store)::kCodes;
+  return kBytes == 1 || (kBytes == 2 && kMuch);
+}
+
+template <class Program>
+constexpr bool is_layered() {
+  return decltype(Program::stats)::kSums > 1;
+}
+
+template <class Program>
+using HeavyTilesOf = std::conditional_t<is_heavy<Program>(), decltype(joined(Tiles{}, HeavyTiles{})), Tiles>;
+template <class Program>
+using TilesOf = std::conditional_t<is_layered<Program>(), decltype(joined(HeavyTilesOf<Program>{}, LayerTiles{})),
+                                   HeavyTilesOf<Program>>;
+
 // A thread's part of a row stays in registers up to this many bytes, else in shared memory.
 constexpr int kRegisterBytes = 256;
 
@@ -82,7 +117,8 @@ inline Plan pick_for_many(int hidden_size, int size, bool some, bool clusters) {
   if (lanes <= 32) return one_lane(lanes, 256);
   if (lanes <= 256 && size <= 1536) return {32, 4, 1, lanes / 32, 1, false};
   if (lanes <= 256) return one_lane(lanes, 256);
-  if (lanes == 512) return {256, 1, 1, 2, 1, false};
+  // An fp32 sum waits in twice the registers: fused add, 16384 x 4096: 133.5 us on 512 threads, 134.3 on 256.
+  if (lanes == 512) return size > hidden_size ? one_lane(lanes, lanes) : Plan{256, 1, 1, 2, 1, false};
   if (size <= 6144 || (some && hidden_size <= 8192)) return {256, 1, 1, 4, 1, false};  // 1024 x 8192: 9.4, 10.1 on 512
   if (hidden_size <= 8192) return {512, 1, 1, 2, 1, false};
   if (hidden_size <= 16384) return {512, 1, 1, 2, 2, false};
@@ -93,9 +129,29 @@ inline Plan pick_for_many(int hidden_size, int size, bool some, bool clusters) {
   return {128, 1, 8, 0, 0, false};
 }
 
+// The same for heavy programs: 32 elements a thread where there are threads enough, and no more barriers than before.
+inline Plan pick_for_many_heavy(int hidden_size, int size, bool some, bool clusters) {
+  const int lanes = lanes_of(hidden_size);
+  if (lanes == 256 && size > 1536) return {64, 2, 1, 4, 1, false};
+  if (lanes == 512) return {128, 1, 1, 4, 1, false};
+  if (hidden_size > 4096 && hidden_size <= 8192) return {256, 1, 1, 4, 1, false};
+  return pick_for_many(hidden_size, size, some, clusters);
+}
+
+// The same for programs of several sums.
+inline Plan pick_for_many_layered(int hidden_size, int size, bool some, bool heavy, bool clusters) {
+  const int lanes = lanes_of(hidden_size);
+  if (lanes == 512) return {128, 1, 1, 4, 1, false};
+  if (hidden_size > 4096 && hidden_size <= 8192) return {128, 1, 1, 8, 1, false};
+  if (hidden_size > 8192 && hidden_size <= 16384) return {256, 1, 1, 4, 2, false};
+  return heavy ? pick_for_many_heavy(hidden_size, size, some, clusters)
+               : pick_for_many(hidden_size, size, some, clusters);
+}
+
 // The plan for rows of `hidden_size` elements. Figures from an H200 (benchmarks/tune_cuda.py), bfloat16, in rows a
 // processor.
-inline Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int width, int kept_bytes) {
+inline Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int width, int kept_bytes, bool heavy,
+                 bool layered = false) {
   if (width < kGroup) {
     Plan plan = pick_shifted(hidden_size);
     plan.prefetch = 4 * rows <= 5 * device.processors;
@@ -107,9 +163,11 @@ inline Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int w
   const auto fits = [&](const Plan& plan) {
     return plan.lanes * plan.groups * kGroup * kept_bytes <= kRegisterBytes;
   };
-  Plan plan = rows <= 6 * device.processors
-                  ? pick_for_few(hidden_size, clusters, few)
-                  : pick_for_many(hidden_size, size, rows <= 24 * device.processors, clusters);
+  const bool some = rows <= 24 * device.processors;
+  Plan plan = rows <= 6 * device.processors ? pick_for_few(hidden_size, clusters, few)
+              : layered                     ? pick_for_many_layered(hidden_size, size, some, heavy, clusters)
+              : heavy                       ? pick_for_many_heavy(hidden_size, size, some, clusters)
+                                            : pick_for_many(hidden_size, size, some, clusters);
   if (!fits(plan)) plan = clusters ? Plan{128, 1, 8, 0, 0, false} : Plan{1024, 1, 1, 0, 0, false};
   plan.prefetch = few;
   return plan;

@@ -26,7 +26,7 @@ void for_each_tile(Visit&& visit, TileList<Each...>) {
 // Calls `visit(kernel, tile)` for every kernel of the program.
 template <class Program, class Visit>
 void for_each_kernel(Visit&& visit) {
-  using Kept = typename decltype(Program::load)::Kept;
+  using Kept = typename LocatedOf<Program>::Kept;
   for_each_tile(
       [&](auto tile) {
         using Tile = decltype(tile);
@@ -34,7 +34,7 @@ void for_each_kernel(Visit&& visit) {
           visit(static_cast<RowKernel<Program>>(row_forward<Program, Tile>), tile);
         }
       },
-      Tiles{});
+      TilesOf<Program>{});
 }
 
 // What a kernel takes of a CTA's shared memory besides the row: its slots, with room to spare.
@@ -50,7 +50,7 @@ struct RowLaunch {
 
 template <class Program>
 RowLaunch<Program> row_launch(const Program&, const Operands& operands, const Plan& plan, const DeviceFacts& device) {
-  using Raw = typename decltype(Program::load)::template Raw<kGroup>;
+  using Raw = typename LocatedOf<Program>::template Raw<kGroup>;
   const int64_t rows = operands.rows();
   const bool whole = operands.width() == kGroup;
   RowLaunch<Program> launch{nullptr, {rows, operands.inner(), operands.hidden_size(), plan.prefetch, false}, 0, 0};
@@ -61,7 +61,7 @@ RowLaunch<Program> row_launch(const Program&, const Operands& operands, const Pl
     TVM_FFI_THROW(RuntimeError) << "no kernel for " << plan.threads << " threads x " << plan.cluster << " CTAs a row, "
                                 << plan.lanes << " lanes a thread, " << plan.groups << " groups a lane";
   }
-  launch.ctas = (rows + plan.rows - 1) / plan.rows * plan.cluster;
+  launch.ctas = (operands.grid_rows() + plan.rows - 1) / plan.rows * plan.cluster;
   if (plan.lanes == 0) {
     const int columns = kGroup * plan.threads * plan.cluster;
     const int64_t groups = (operands.hidden_size() + columns - 1) / columns * plan.threads * plan.rows;

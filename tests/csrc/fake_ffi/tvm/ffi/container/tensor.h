@@ -5,7 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-enum { kDLCPU = 1, kDLFloat = 2, kDLBfloat = 4 };
+enum { kDLCPU = 1 };
+enum { kDLInt = 0, kDLUInt = 1, kDLFloat = 2, kDLBfloat = 4, kDLFloat8_e4m3fn = 10, kDLFloat8_e5m2 = 12 };
 
 struct DLDataType {
   uint8_t code, bits;

@@ -1,7 +1,4 @@
-"""The RMSNorm arithmetic, step by step and bit for bit, in NumPy.
-
-Every route must give these bits. Nothing here is fast or clever; each step is one fp32 operation
-that is correctly rounded by construction:
+"""The fp32 operations and the one sum: everything else of the model is made of these.
 
 * `+`, `-`, `*`, `/` and `sqrt` on float32 arrays are IEEE operations in NumPy (no contraction,
   since every call is a loop of its own).
@@ -12,13 +9,9 @@ that is correctly rounded by construction:
   fp64 has 29 spare bits, more where the result is subnormal. Rounding twice to nearest would not do.
 * Casts to 16 bits are nearest even on the integer representation (bfloat16) or NumPy's own cast
   (float16, which is nearest even with subnormals).
-
-`test_harness.py` checks all of it against exact fractions.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -29,19 +22,6 @@ F32 = npt.NDArray[np.float32]
 GROUP = 8
 MAX_LANES = 1024
 BLOCK = 32
-
-# Which modes normalise the stored (rounded) residual sum, and which round the norm before the weight.
-ROUNDED_SUM = {"flashinfer": False, "hf-llama": True, "vllm": True, "hf-gemma": True, "torch": True, "cake": True}
-LLAMA = {"hf-llama", "vllm"}
-
-
-@dataclass(frozen=True)
-class Bits:
-    """What one call must leave behind: the output, the updated residual (or None), and rstd in fp32."""
-
-    out: torch.Tensor
-    residual: torch.Tensor | None
-    rstd: torch.Tensor
 
 
 def widen(tensor: torch.Tensor) -> F32:
@@ -123,45 +103,3 @@ def canonical_sum(a: F32, b: F32 | None = None) -> F32:
             blocks = blocks[..., :half] + blocks[..., half : 2 * half]
             half //= 2
         return blocks[..., 0]
-
-
-def rmsnorm_bits(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    numerics: str = "flashinfer",
-    offset: float = 0.0,
-) -> Bits:
-    """The exact result of rmsnorm, gemma_rmsnorm (offset 1) and, with a residual, their fused forms.
-
-    Args:
-        x: [..., H], fp32, fp16 or bf16; its dtype is the output's.
-        weight: broadcasts against x, any of the three dtypes, or None.
-        residual: x's shape, any of the three dtypes, or None.
-        eps: rounded to fp32.
-        numerics: one of the public modes.
-        offset: 0 or 1, added to the weight in fp32.
-    """
-    rounded_sum = ROUNDED_SUM[numerics]
-    with np.errstate(all="ignore"):
-        h = widen(x)
-        stored = None
-        if residual is not None:
-            h = h + widen(residual)
-            stored = narrow(h, residual.dtype)
-            if rounded_sum:
-                h = widen(stored)
-        count = np.float32(x.shape[-1])
-        rstd = np.float32(1) / np.sqrt(canonical_sum(h, h) / count + np.float32(eps))
-        y = h * rstd[..., None]
-        if weight is not None:
-            gain = widen(weight)
-            if offset:
-                gain = gain + np.float32(offset)
-            elif numerics in LLAMA:
-                y = widen(narrow(y, x.dtype))
-            y = y * gain
-        assert y.dtype == np.float32 and y.shape == tuple(x.shape)
-        return Bits(narrow(y, x.dtype), stored, torch.from_numpy(np.asarray(rstd, np.float32).copy()))

@@ -1,0 +1,138 @@
+"""What flashnorm is measured against: formulas in PyTorch, eager and compiled, and other libraries.
+
+Libraries are imported when a call is bound, so that one which is missing or broken fails alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import types
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EPS = 1e-6
+# A normalised row of any width here, times a weight of at most 1.5, stays below 448 * SCALE and is not clipped.
+SCALE = 0.025
+E4M3 = torch.float8_e4m3fn
+_LARGEST = 448.0
+
+
+# ------------------------------------------------------------------ formulas; none of them writes in place
+def rmsnorm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    h = x + residual
+    return F.rms_norm(h, weight.shape, weight, EPS), h
+
+
+def layernorm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x.float(), weight.shape, weight, bias, EPS).to(x.dtype)
+
+
+def layernorm_eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """PyTorch's own kernel; it wants the affine parameters in the input's dtype."""
+    return F.layer_norm(x, weight.shape, weight, bias, EPS)
+
+
+def rmsnorm_quant(x: Tensor, weight: Tensor) -> Tensor:
+    return _codes(_rms(x.float(), weight) * (1 / SCALE))
+
+
+def fused_add_rmsnorm_quant(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    h = x.float() + residual.float()
+    return _codes(_rms(h, weight) * (1 / SCALE)), h.to(residual.dtype)
+
+
+def layernorm_quant(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return _codes(F.layer_norm(x.float(), weight.shape, weight, bias, EPS) * (1 / SCALE))
+
+
+def fused_add_rmsnorm_block_quant(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    h = x.float() + residual.float()
+    normed = _rms(h, weight).to(x.dtype)
+    codes, scale = _blocks(normed, 128, 1e-4)
+    return codes, scale, normed, h.to(residual.dtype)
+
+
+def rmsnorm_token_quant(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return _blocks(_rms(x.float(), weight).to(x.dtype), x.shape[-1], 1e-10)
+
+
+def rmsnorm_block_quant(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return _blocks(_rms(x.float(), weight).to(x.dtype), 128, 1e-10)
+
+
+def _rms(h: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(h, weight.shape, weight.float(), EPS)
+
+
+def _codes(y: Tensor) -> Tensor:
+    return y.clamp(-_LARGEST, _LARGEST).to(E4M3)
+
+
+def _blocks(normed: Tensor, block: int, floor: float) -> tuple[Tensor, Tensor]:
+    """(codes, a scale for every `block` elements of a row)."""
+    v = normed.float().unflatten(-1, (-1, block))
+    amax = v.abs().amax(-1, keepdim=True).clamp(min=floor)
+    return _codes(v * (_LARGEST / amax)).flatten(-2), (amax / _LARGEST).squeeze(-1)
+
+
+# ------------------------------------------------------------------ compiled
+@functools.cache
+def compiled(formula: Callable[..., Any], shape: torch.Size) -> Callable[..., Any]:
+    """`torch.compile` for one shape, as if there were no other.
+
+    Dynamo counts recompilations by code object, and searches by code object for what a call may use. Every shape has
+    a copy of the formula's code: none counts against another's limit, or waits for the guards of others.
+    """
+    code = formula.__code__.replace(co_name="_".join([formula.__name__, *map(str, shape)]))
+    return torch.compile(types.FunctionType(code, formula.__globals__), dynamic=False)
+
+
+# ------------------------------------------------------------------ libraries
+def flashinfer() -> Any:
+    """FlashInfer's norms; its CuTe kernels only if it really has them, since it falls back silently."""
+    norm = importlib.import_module("flashinfer.norm")
+    if norm._USE_CUDA_NORM:
+        raise RuntimeError("flashinfer.norm could not import its CuTe kernels and would run its CUDA ones")
+    return norm
+
+
+@functools.cache
+def _flashinfer_cuda_build() -> Future[Any]:
+    # Imported here, not in the thread: its imports and those of the main thread share modules.
+    norm = importlib.import_module("flashinfer.norm")
+    return ThreadPoolExecutor(1).submit(norm.get_norm_module)
+
+
+def flashinfer_cuda() -> Any:
+    """FlashInfer's CUDA module, built on first use; its entry points are bare TVM-FFI functions."""
+    return _flashinfer_cuda_build().result()
+
+
+def quack() -> Any:
+    return importlib.import_module("quack.rmsnorm")
+
+
+def liger(module: str, function: str) -> Any:
+    return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function).apply
+
+
+LIGER_MODE = (0.0, "llama", False)  # offset, casting mode, in place
+
+
+def start_building(peers: Iterable[str]) -> list[Future[Any]]:
+    """Starts what a peer builds for a minute, in the background; whoever binds it waits for it."""
+    if "flashinfer cuda" in peers:
+        with contextlib.suppress(Exception):  # said where it is bound
+            return [_flashinfer_cuda_build()]
+    return []

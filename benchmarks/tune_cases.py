@@ -1,0 +1,122 @@
+"""What `tune_cute` tunes: programs on the dtypes they are tuned for, their operands, and the bits they must write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashnorm import model
+from flashnorm.program import (
+    AddResidual,
+    Affine,
+    AffineBias,
+    Cast,
+    LoadRow,
+    MeanVar,
+    Operand,
+    QuantBlocks,
+    QuantTensor,
+    Rms,
+    Round,
+    RowProgram,
+    Variant,
+)
+
+B, S, E4, I8 = "bfloat16", "float32", "float8_e4m3fn", "int8"
+BLOCK = 128
+SCALARS = {"eps": 1e-6, "scale_value": 0.05, "scale_ub_value": torch.finfo(torch.float32).max}
+DYNAMIC = (Affine(), Round())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, and the dtype of each of its operands."""
+
+    program: RowProgram
+    dtypes: tuple[str, ...]
+
+    def variant(self, hidden_size: int) -> Variant:
+        return Variant(self.program, self.dtypes, hidden_size)
+
+
+CASES = {
+    "rms": Case(RowProgram(LoadRow(), Rms(), (Affine(),), Cast()), (B, B, B)),
+    "add": Case(RowProgram(AddResidual(), Rms(), (Affine(),), Cast("x")), (B, B, B)),
+    "quant": Case(RowProgram(LoadRow(), Rms(), (Affine(),), QuantTensor()), (B, B, E4)),
+    "add_quant": Case(RowProgram(AddResidual(), Rms(), (Affine(),), QuantTensor()), (B, B, B, E4)),
+    "ln": Case(RowProgram(LoadRow(), MeanVar(), (AffineBias(),), Cast()), (B, S, S, B)),
+    "add_ln": Case(RowProgram(AddResidual(), MeanVar(), (AffineBias(),), Cast("x")), (B, B, S, S)),
+    "blocks": Case(RowProgram(LoadRow(), Rms(), DYNAMIC, QuantBlocks(BLOCK, 1e-10)), (B, B, E4, S)),
+    "token": Case(RowProgram(LoadRow(), Rms(), DYNAMIC, QuantBlocks(0, 1e-10, cap="value")), (B, B, E4, S)),
+    "add_token": Case(RowProgram(AddResidual(), Rms(), DYNAMIC, QuantBlocks(0, 1e-10, cap="value")), (B, B, B, E4, S)),
+    "int8": Case(RowProgram(LoadRow(scaled=True), Rms(), (Affine(),), Cast()), (I8, S, B, B)),
+}
+
+
+def shape_of(operand: Operand, case: Case, rows: int, hidden_size: int) -> tuple[int, ...]:
+    match operand.kind:
+        case "row":
+            return (rows, hidden_size)
+        case "vec":
+            return (hidden_size,)
+        case "per_row":
+            return (rows,)
+        case "blocks":
+            store = case.program.store
+            return (rows, math.ceil(hidden_size / store.block) if isinstance(store, QuantBlocks) and store.block else 1)
+    raise NotImplementedError(f"no case has an operand of kind {operand.kind}")
+
+
+def operands(case: Case, rows: int, hidden_size: int, device: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Rows and weights that are read, and every byte of what is written set."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    out = {}
+    for operand, name in zip(case.program.operands(), case.dtypes, strict=True):
+        dtype, shape = getattr(torch, name), shape_of(operand, case, rows, hidden_size)
+        if operand.mode == "out":
+            bits = torch.full((*shape, dtype.itemsize), 0xFF, dtype=torch.uint8, device=device)
+            out[operand.name] = bits.view(dtype).view(shape)
+        elif dtype == torch.int8:
+            out[operand.name] = torch.randint(-128, 128, shape, generator=generator, dtype=dtype, device=device)
+        else:
+            out[operand.name] = torch.randn(shape, generator=generator, device=device).to(dtype)
+    return out
+
+
+def call(case: Case, launch: Callable[..., Any], given: dict[str, torch.Tensor], pdl: bool) -> None:
+    launch(*(SCALARS[name] for name in case.program.scalars()), pdl, *given.values())
+
+
+def bytes_moved(case: Case, rows: int, hidden_size: int) -> int:
+    """What a launch must read and write at least."""
+    total = 0
+    for operand, name in zip(case.program.operands(), case.dtypes, strict=True):
+        count = math.prod(shape_of(operand, case, rows, hidden_size))
+        total += count * getattr(torch, name).itemsize * (2 if operand.mode == "inout" else 1)
+    return total
+
+
+class Checker:
+    """A few rows and their canonical bits, once a shape."""
+
+    def __init__(self, op: str, hidden_size: int) -> None:
+        self.case = CASES[op]
+        rows = max(3, min(67, (1 << 20) // hidden_size))
+        self.given = operands(self.case, rows, hidden_size, "cpu", seed=hidden_size)
+        self.wanted = model.canonical(self.case.program, self.given, SCALARS)
+
+    def wrong(self, launch: Callable[..., Any]) -> str | None:
+        """What differs, or None."""
+        for pdl in (False, True):
+            given = {name: tensor.cuda() for name, tensor in self.given.items()}
+            call(self.case, launch, given, pdl)
+            for name, want in self.wanted.items():
+                got = given[name].cpu().view(want.shape)
+                if not model.same_bits({name: got}, {name: want}):
+                    bad = (model.steps(got, want) != 0).float().mean().item()
+                    return f"{bad:.2%} of {name} differs"
+        return None

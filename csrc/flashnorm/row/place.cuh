@@ -1,0 +1,122 @@
+// The launch's own arguments, the shape of a kernel, and where a thread stands.
+//
+// A CTA is blockDim.x threads a row times blockDim.y rows; a cluster of CTAs shares one row.
+#pragma once
+
+#include "../access.cuh"
+
+#include "../reduce.cuh"
+#include "../stages.cuh"
+
+namespace flashnorm {
+
+// The launch's own arguments, beside the program.
+struct RowGrid {
+  int64_t rows;
+  int64_t inner;  // rows of one outer row; equal to `rows` for [M, H]
+  int hidden_size;
+  bool prefetch;  // ask for the row and the weights before the wait for the earlier kernel
+  bool staged;    // StreamedRow keeps the row in shared memory
+};
+
+// How a kernel divides a row, fixed when it is compiled: instructions, not bytes, are what a kernel that asks
+// for all of this at run time runs out of.
+template <int kThreads_, int kCluster_, int kLanes_, int kGroups_, class Access_ = Whole, bool kEarlyMaps_ = true>
+struct Tile {
+  static constexpr int kThreads = kThreads_;      // a row, in one CTA; 0: any power of two, blockDim.x
+  static constexpr int kCluster = kCluster_;      // CTAs a row
+  static constexpr int kLanes = kLanes_;          // a thread; 0: streamed, a lane a thread
+  static constexpr int kGroups = kGroups_;        // a lane
+  static constexpr bool kEarlyMaps = kEarlyMaps_;  // what the maps read is asked for before the barrier
+  static constexpr bool kManyRows = kThreads < 128;  // a CTA may work on several rows
+  using Access = Access_;
+  static constexpr int kMaxCta = kThreads == 0 || kThreads > 512 ? 1024 : kThreads > 256 ? 512 : 256;
+};
+
+template <class... Each>
+struct TileList {};
+
+#if FN_KERNELS
+
+// Where this thread stands.
+struct Place {
+  int64_t row;
+  int row_in_cta;
+  int rank;         // CTA of the cluster
+  int first_group;  // the thread's first lane, and with it its first group
+  int left;         // elements of the row from there on; 0 for a row past the end
+
+  template <class Tile>
+  FN_DEVICE Place(const RowGrid& grid, Tile) {
+    rank = Tile::kCluster > 1 ? cluster_rank() : 0;
+    row = blockIdx.x / Tile::kCluster;
+    row_in_cta = 0;
+    if (Tile::kManyRows) {
+      row_in_cta = threadIdx.y;
+      row = row * blockDim.y + row_in_cta;
+    }
+    first_group = rank * int(blockDim.x) + int(threadIdx.x);
+    left = row < grid.rows ? grid.hidden_size - first_group * kGroup : 0;
+  }
+
+  FN_DEVICE bool speaks_for_row() const { return first_group == 0 && left > 0; }
+};
+
+// The program, with its operands moved to this thread's place: all else is a constant offset from there.
+template <class Program>
+FN_DEVICE Program entered(Program program, const RowGrid& grid, const Place& place) {
+  Row row{0, place.row, place.row};
+  if (grid.inner != grid.rows) {
+    row.outer =
+        grid.rows <= 0xFFFFFFFFll ? uint32_t(place.row) / uint32_t(grid.inner) : uint64_t(place.row) / grid.inner;
+    row.inner = place.row - row.outer * grid.inner;
+  }
+  enter(program, row, place.first_group * kGroup);
+  return program;
+}
+
+// A thread's group that lies `col` elements from its first.
+template <class Access>
+FN_DEVICE At<Access> at_group(const Place& place, int col) {
+  if constexpr (std::is_same_v<Access, Shifted>) {
+    return {{0, 0}, col, {place.left - col, place.first_group * kGroup + col}};
+  } else if constexpr (std::is_same_v<Access, Gated>) {
+    return {{0, 0}, col, {col < place.left}};
+  } else {
+    return {{0, 0}, col, {}};
+  }
+}
+
+// Whether to touch a group: all of a warp's threads do where an access is the work of a warp.
+template <class Access>
+FN_DEVICE bool reaches(const Place& place, int col) {
+  return std::is_same_v<Access, Shifted> || std::is_same_v<Access, Gated> || col < place.left;
+}
+
+// Elements of the group that the row has: all or none, unless rows have any width.
+template <class Access>
+FN_DEVICE int elements_of(const Place& place, int col) {
+  if constexpr (std::is_same_v<Access, Shifted>) {
+    return place.left - col;
+  } else {
+    return col < place.left ? kGroup : 0;
+  }
+}
+
+// How a pass accesses groups: with `kTogether`, all threads of a warp come along to the end.
+template <class Access, bool kTogether>
+using PassAccess = std::conditional_t<kTogether && std::is_same_v<Access, Whole>, Gated, Access>;
+
+// The most groups (a power of two, at most `held`) whose reads fit into `bytes`; at least one.
+FN_HOST_DEVICE constexpr int batch_of(int held, int raw_bytes, int bytes) {
+  while (held > 1 && held * raw_bytes > bytes) held /= 2;
+  return held;
+}
+
+// The load stage once the row's place is known.
+template <class Program>
+using LocatedOf = decltype(std::declval<decltype(Program::load)>().locate(Row{}, true));
+
+#endif  // FN_KERNELS
+
+}  // namespace flashnorm

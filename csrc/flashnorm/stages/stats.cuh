@@ -1,0 +1,82 @@
+// The statistics, and what is saved of them. The interface is described in stages.cuh.
+#pragma once
+
+#include "../fp.cuh"
+#include "../vec.cuh"
+
+namespace flashnorm {
+
+// rstd = div(1, sqrt(add(div(sum(h*h), H), eps))); n = mul(h, rstd)
+template <class Options>
+struct Rms {
+  static constexpr int kSums = 1;
+  struct State {
+    float rstd;
+  };
+
+  float eps;
+
+  template <class Sums>
+  FN_HOST_DEVICE State compute(Sums& row) const {
+    const float mean_square = fp::div(row.sum_squares(), float(row.hidden_size()));
+    return {fp::reciprocal(fp::sqrt(fp::add(mean_square, eps)))};
+  }
+  template <int N>
+  FN_HOST_DEVICE static void normalize(float (&v)[N], const State& state) {
+    FN_UNROLL
+    for (int i = 0; i < N; ++i) v[i] = fp::mul(v[i], state.rstd);
+  }
+};
+
+// The sums of a row's d = sub(h, mean) and of their squares.
+struct Deviations {
+  float values;
+  float squares;
+};
+
+// m1 = div(sum(h), H); d = sub(h, m1); m2 = div(sum(d), H); var = max(0, fma(-m2, m2, div(sum(d*d), H)));
+// rstd = div(1, sqrt(add(var, eps))); n = mul(sub(d, m2), rstd)
+//
+// The second mean is what the rounding of the first has left. The sums of d and of its squares need nothing but
+// the first mean, so they are found together.
+template <class Options>
+struct MeanVar {
+  static constexpr int kSums = 2;
+  struct State {
+    float mean;
+    float rest;
+    float rstd;
+  };
+
+  float eps;
+
+  template <class Sums>
+  FN_HOST_DEVICE State compute(Sums& row) const {
+    const float count = float(row.hidden_size());
+    const float mean = fp::div(row.sum(), count);
+    const Deviations sums = row.deviations(mean);
+    const float rest = fp::div(sums.values, count);
+    const float square = fp::fma(-rest, rest, fp::div(sums.squares, count));
+    const float variance = square < 0.0f ? 0.0f : square;  // a NaN stays
+    return {mean, rest, fp::reciprocal(fp::sqrt(fp::add(variance, eps)))};
+  }
+  template <int N>
+  FN_HOST_DEVICE static void normalize(float (&v)[N], const State& state) {
+    FN_UNROLL
+    for (int i = 0; i < N; ++i) v[i] = fp::mul(fp::sub(fp::sub(v[i], state.mean), state.rest), state.rstd);
+  }
+};
+
+// rstd, fp32, one a row.
+template <class Options, class Dst>
+struct SaveRstd {
+  PerRowRef<Dst> dst;
+
+  FN_HOST_DEVICE void enter(Row row, int) { dst.enter(row); }
+  template <class State>
+  FN_HOST_DEVICE void put(const State& state, Row row) const {
+    dst[row] = state.rstd;
+  }
+};
+
+}  // namespace flashnorm

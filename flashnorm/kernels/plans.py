@@ -1,0 +1,249 @@
+"""Launch plans of the row kernels: which tile for which row, how many rows, and which program.
+
+All the numbers of the `cute` route, with their measured reasons. Pure: asked about devices that are not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashnorm.kernels.tile import (
+    GROUP,
+    WARP,
+    Needs,
+    Plans,
+    Prefetch,
+    RowTile,
+    lanes,
+    needs_of,
+    shared_limit,
+    sm_of,
+)
+from flashnorm.program import Variant
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a table says of a tile: threads a row, threads a CTA, CTAs a row, and what else pays there."""
+
+    threads: int
+    cta: int
+    cluster: int = 1
+    early_weights: bool = True
+    signal_early: bool = False
+    prefetch: Prefetch = "none"
+    streaming: bool = False
+    shared: bool = False  # the row waits in shared memory where registers would hold it too
+    late_residual: bool = False
+    two: Shape | None = None  # in place of this one where two operands are loaded by rows
+    mean: Shape | None = None  # in place of this one for LayerNorm's three sums and two vectors
+    narrow: Shape | None = None  # in place of this one where results take a byte an element
+
+
+def _wide(threads: int, cluster: int, early_weights: bool) -> Shape:
+    return Shape(threads, threads, cluster, early_weights, True, "vecs", shared=True, late_residual=True)
+
+
+# Three sums are two barriers, and weight and bias in fp32 are four times a bf16 row. Few warps a row, with weights for
+# a few groups at a time, leave registers for several rows on an SM (H200, fp32 weight and bias, 16384 x 7168: 122 us
+# on 128 threads, 153 on 256, 190 on 512, 302 with the weights loaded early).
+def _thin(threads: int) -> Shape:
+    return Shape(threads, threads, early_weights=False, signal_early=True)
+
+
+# The classes of M, by their largest M, and for each the tile by the size of a row: the largest number of 16-bit
+# elements held a row (H for bf16; twice that where an fp32 value waits between the passes), rising.
+#
+# H200, bf16, CUDA graphs, cold L2, PDL (benchmarks/results/tune_cute_h200.jsonl). Few rows: latency counts, so a
+# group or two a thread, everything asked into L2 before the earlier kernel is done (1 x 4096: 1.07 us, 1.37 without,
+# 64 x 8192: 1.76 and 2.18) and the next kernel let in at once (1 x 4096: 1.37 us, 1.39 to 1.66 without). Many rows:
+# bandwidth counts, so few barriers and 16 elements a thread or more, until a row is so wide that one CTA of it fills
+# an SM: then clusters, the row in shared memory, since registers for it leave no second row in flight
+# (2048 x 131072: 271 us on four CTAs, 284 in registers). There the fused addition stores its sum late, so that the
+# first pass only reads (2048 x 131072: 543 us, 570 without). 32768 x 8192: 257 us with two rows a CTA in shared memory,
+# 260 with one. Between them rows used once are marked so (1024 x 8192: 9.56 us, 10.04 without). FP8 results halve what
+# is written, so that fewer threads a row win (32768 x 8192: 187 us on 256 threads, 207 on 512; 16384 x 4096: 49.5 on
+# 128, 51.7 on 256), but for a fused addition, which moves as much as before (8192 x 16384: 224 us on 1024, 226 on 512).
+def _soon(threads: int, cta: int, cluster: int = 1, mean: Shape | None = None) -> Shape:
+    return Shape(threads, cta, cluster, signal_early=True, prefetch="all", mean=mean)
+
+
+CLASSES: tuple[tuple[int | None, tuple[tuple[int, Shape], ...]], ...] = (
+    (
+        160,
+        (
+            (256, _soon(16, 64)),
+            (1024, _soon(128, 128)),
+            (2048, _soon(256, 256)),
+            (4096, _soon(512, 512, mean=_soon(256, 256))),
+            (16384, _soon(512, 512)),
+            (32768, _soon(512, 512, 2)),
+            (65536, _soon(256, 256, 4)),
+            (1 << 30, _soon(128, 128, 8)),
+        ),
+    ),
+    (
+        768,
+        (
+            (256, Shape(16, 128)),
+            (1536, Shape(64, 128)),
+            (4096, Shape(512, 512, signal_early=True, mean=Shape(256, 256, signal_early=True, streaming=True))),
+            (8192, Shape(512, 512, signal_early=True)),
+            (16384, Shape(512, 512)),
+            (32768, Shape(512, 512, 2)),
+            (65536, Shape(256, 256, 4)),
+            (1 << 30, Shape(128, 128, 8)),
+        ),
+    ),
+    (
+        3072,
+        (
+            (256, Shape(16, 256)),
+            (1536, Shape(32, 128)),
+            (4096, Shape(256, 256, mean=_thin(128))),
+            (8192, Shape(128, 128, early_weights=False, signal_early=True, streaming=True)),
+            (16384, Shape(256, 256, early_weights=False)),
+            (32768, Shape(512, 512, early_weights=False)),
+            (65536, Shape(1024, 1024, early_weights=False, shared=True)),
+            (131072, _wide(256, 4, early_weights=False)),
+            (1 << 30, _wide(128, 8, early_weights=True)),
+        ),
+    ),
+    (
+        None,
+        (
+            (256, Shape(16, 256, mean=Shape(8, 128, early_weights=False), narrow=Shape(8, 128, two=Shape(16, 256)))),
+            (1536, Shape(32, 128, streaming=True)),
+            (6144, Shape(256, 256, mean=_thin(128), narrow=Shape(128, 128, two=Shape(256, 256)))),
+            (
+                8192,
+                Shape(
+                    512,
+                    1024,
+                    shared=True,
+                    two=Shape(512, 512),
+                    mean=_thin(128),
+                    narrow=Shape(256, 256, two=Shape(512, 512)),
+                ),
+            ),
+            (
+                16384,
+                Shape(
+                    512,
+                    512,
+                    mean=_thin(256),
+                    narrow=Shape(256, 256, early_weights=False, two=Shape(512, 512)),
+                ),
+            ),
+            (
+                32768,
+                Shape(
+                    512,
+                    512,
+                    early_weights=False,
+                    mean=Shape(256, 256, early_weights=False, shared=True),
+                    narrow=Shape(512, 512, early_weights=False, two=Shape(1024, 1024)),
+                ),
+            ),
+            (65536, Shape(1024, 1024, early_weights=False, shared=True)),
+            (131072, _wide(256, 4, early_weights=False)),
+            (1 << 30, _wide(128, 8, early_weights=True)),
+        ),
+    ),
+)
+
+
+def has_clusters(sm: int) -> bool:
+    """Distributed shared memory, worth its barrier: sm_90 and the data-centre and embedded parts after it."""
+    return 90 <= sm < 120
+
+
+def _shape(size: int, rows: int, sm: int, heavy: bool) -> Shape:
+    """The table's word; without clusters one CTA has the threads of the cluster, or as many as registers allow."""
+    table = next(t for limit, t in CLASSES if limit is None or rows <= limit)
+    shape = next(s for limit, s in table if size <= limit)
+    if shape.cluster == 1 or has_clusters(sm):
+        return shape
+    threads = min(512 if heavy else 1024, shape.threads * shape.cluster)
+    return replace(shape, threads=threads, cta=threads, cluster=1)
+
+
+def _registers(tile: RowTile) -> int:
+    """Registers a thread can have."""
+    return min(255, 65536 // tile.num_threads)
+
+
+def _registers_suffice(tile: RowTile, held: int) -> bool:
+    """Held rows may take half of the registers; the rest computes."""
+    return tile.rounds * GROUP * held // 4 <= min(64, _registers(tile) // 2)
+
+
+def _weights_fit(tile: RowTile, held: int, vectors: int) -> bool:
+    """Weights (at worst fp32) may wait beside the row where both leave 3/8 of the registers; two vectors take 1/4."""
+    fit = tile.rounds * GROUP * (held + 4 * vectors) // 4 <= _registers(tile) * 5 // 8
+    return fit and (vectors == 1 or tile.rounds * GROUP * vectors <= _registers(tile) // 4)
+
+
+def _batch(tile: RowTile, rows: int, vectors: int) -> int:
+    """Rounds loaded together, of vectors and of `rows` bytes an element: a batch takes a quarter of the registers.
+
+    Two vectors take three eighths, but few rounds are loads enough: registers left are further rows on the SM.
+    """
+    room, most = (_registers(tile) * 3 // 8, min(3, tile.rounds)) if vectors > 1 else (_registers(tile) // 4, 4)
+    return max(1, min(most, room // (GROUP * (rows + 4 * vectors) // 4)))
+
+
+def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTile:
+    """The tile for a row of H elements; pure.
+
+    Args:
+        hidden_size: H.
+        vec: elements that may be accessed together.
+        needs: what the program asks for.
+        sm: compute capability, 90 for 9.0.
+        rows: M, or any M of its class.
+    """
+    loaded, held, vectors = needs.loaded, needs.held, max(1, needs.vectors)
+    shape = _shape(hidden_size * held // 2, rows, sm, needs.heavy)
+    if shape.mean is not None and needs.exchanges >= 3:
+        shape = shape.mean
+    elif shape.narrow is not None and needs.narrow:
+        shape = shape.narrow
+    shape = shape.two if shape.two is not None and len(loaded) > 1 else shape
+    cluster = min(shape.cluster, max(1, lanes(hidden_size) // WARP))
+    threads = min(max(shape.threads, needs.least), lanes(hidden_size) // cluster)
+    cta = threads * (shape.cta // shape.threads) if threads >= WARP else shape.cta
+    tile = RowTile(
+        hidden_size, vec, threads, cta, cluster, early_weights=shape.early_weights, signal_early=shape.signal_early,
+        prefetch=shape.prefetch, streaming=shape.streaming, late_residual=shape.late_residual,
+    )  # fmt: skip
+    if _registers_suffice(tile, held) and not shape.shared:
+        early = tile.early_weights and _weights_fit(tile, held, vectors)
+        return replace(tile, early_weights=early, batch=4 if early else _batch(tile, 0, vectors))
+    early = shape.shared and tile.early_weights and _weights_fit(tile, 0, vectors)
+    one_row = replace(tile, num_threads=threads, streaming=False)
+    tile = replace(tile if shape.shared else one_row, early_weights=early, streaming=False)
+    tile = replace(tile, batch=_batch(tile, 0, vectors))
+    if vec * min(loaded) >= 4:  # the least that cp.async moves
+        staged = replace(tile, hold="shared", staged=True)
+        if staged.shared_bytes(needs) <= shared_limit(sm):
+            return staged
+    if _registers_suffice(tile, held):
+        return tile
+    return replace(tile, hold="global", batch=_batch(tile, sum(loaded), vectors))
+
+
+def plans(hidden_size: int, vec: int, needs: Needs, sm: int) -> Plans:
+    """(largest M, tile) for every class of M, equal neighbours merged; the last one serves every larger M."""
+    out: list[tuple[int | None, RowTile]] = []
+    for limit, _ in CLASSES:
+        tile = pick(hidden_size, vec, needs, sm, 1 << 62 if limit is None else limit)
+        if out and out[-1][1] == tile:
+            out.pop()
+        out.append((limit, tile))
+    return tuple(out)
+
+
+def plans_for(variant: Variant, arch: str) -> Plans:
+    """The launch plans of a variant, as `plans` gives them."""
+    return plans(variant.hidden_size, variant.vec, needs_of(variant), sm_of(arch))

@@ -1,0 +1,59 @@
+"""How far results are from one another: in steps, and in bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flashnorm.model import formats
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_FAR = 1 << 31
+_NAN_ABOVE = {formats.E4M3: 0x7E, formats.E5M2: 0x7B}  # infinities of e5m2 are no results either
+
+
+def steps(got: Tensor, wanted: Tensor) -> Tensor:
+    """How many representable values apart, elementwise, in the dtype of `got`; both NaN is 0, one NaN is 2^31.
+
+    Codes are made of `wanted` where it is in no dtype of codes. Bytes of exponents are as far apart as their numbers,
+    and four of them packed in an int32 are compared one by one, against four columns of `wanted`.
+    """
+    if got.dtype == torch.int32:
+        return (formats.unpack(got) - wanted.long()).abs()
+    if got.dtype == torch.uint8:
+        return (got.long() - wanted.long()).abs()
+    if got.dtype in formats.LARGEST and wanted.dtype != got.dtype:
+        wanted = formats.encode(wanted.float(), got.dtype)
+    if got.dtype == torch.int8:
+        return (got.long() - wanted.long()).abs()
+    wanted = wanted.to(got.dtype)
+    apart = (_ordinal(got) - _ordinal(wanted)).abs()
+    nan = _nan(got).long() + _nan(wanted).long()
+    return torch.where(nan == 0, apart, torch.where(nan == 2, 0, _FAR))
+
+
+def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Whether all of a is in b, bit for bit. A NaN's bits are nobody's promise, but in a format of one byte."""
+    return all(torch.equal(_bits(a[name]), _bits(b[name])) for name in a)
+
+
+def _integers(t: Tensor) -> Tensor:
+    return t.contiguous().view(_INTEGERS[t.element_size()])
+
+
+def _nan(t: Tensor) -> Tensor:
+    return t.isnan() if t.element_size() > 1 else (_integers(t) & 0x7F) > _NAN_ABOVE[t.dtype]
+
+
+def _ordinal(t: Tensor) -> Tensor:
+    """The place of a floating-point number among all of its format; 0 for both zeros."""
+    size = _integers(t).long() & ((1 << 8 * t.element_size() - 1) - 1)
+    return torch.where(_integers(t).long() >> (8 * t.element_size() - 1) & 1 == 1, -size, size)
+
+
+def _bits(t: Tensor) -> Tensor:
+    if t.is_floating_point() and t.element_size() > 1:
+        t = torch.where(t.isnan(), torch.full_like(t, torch.nan), t)
+    return _integers(t.cpu())

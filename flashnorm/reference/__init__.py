@@ -1,0 +1,59 @@
+"""The formula of every operator in plain PyTorch: its executable specification, and the `torch` route.
+
+Everything happens in fp32, whatever the dtypes of the tensors, and rounds to them where the numerics
+mode says so. Each function takes the operator's tensors, numbers and options by name, writes into tensors
+its caller gives, like a kernel of any other route, and reads all of its inputs before it writes: an `out`
+that is `x` itself is fine.
+
+A mode decides two things, and nothing else:
+
+=============  ==============================  =======================
+mode           normalised value                residual that is normed
+=============  ==============================  =======================
+"flashinfer"   one rounding, at the end        the unrounded fp32 sum
+"hf-llama"     rounded to x's dtype before a   the sum as it is stored
+               plain weight, product rounded
+"hf-gemma"     one rounding, at the end        the sum as it is stored
+"torch"        the same                        the same
+=============  ==============================  =======================
+
+A weight with an offset (Gemma's `1 + w`) is always applied in fp32 with one rounding at the end, and so are
+LayerNorm's weight and bias. RMSNorm's sums are PyTorch's own, so the two "hf" modes are bit-equal to the modules
+they are named after, and "torch" is to `torch.nn.functional.rms_norm` (which has a kernel and an order of its own
+on GPUs); the other routes use the canonical sum and are not bit-equal to this one.
+
+The functions trace under `torch.compile(fullgraph=True)` and on fake tensors: no value decides control flow.
+"""
+
+from flashnorm.reference.layer import add_layernorm, fused_add_layernorm, layernorm, layernorm_quant
+from flashnorm.reference.rms import (
+    add_rmsnorm,
+    add_rmsnorm_dynamic_quant,
+    add_rmsnorm_fp8_block_quant,
+    add_rmsnorm_quant,
+    fused_add_rmsnorm,
+    fused_add_rmsnorm_dynamic_quant,
+    fused_add_rmsnorm_fp8_block_quant,
+    fused_add_rmsnorm_quant,
+    rmsnorm,
+    rmsnorm_dynamic_quant,
+    rmsnorm_quant,
+)
+
+__all__ = [
+    "add_layernorm",
+    "add_rmsnorm",
+    "add_rmsnorm_dynamic_quant",
+    "add_rmsnorm_fp8_block_quant",
+    "add_rmsnorm_quant",
+    "fused_add_layernorm",
+    "fused_add_rmsnorm",
+    "fused_add_rmsnorm_dynamic_quant",
+    "fused_add_rmsnorm_fp8_block_quant",
+    "fused_add_rmsnorm_quant",
+    "layernorm",
+    "layernorm_quant",
+    "rmsnorm",
+    "rmsnorm_dynamic_quant",
+    "rmsnorm_quant",
+]

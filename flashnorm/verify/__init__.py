@@ -1,0 +1,187 @@
+"""`python -m flashnorm verify`: does every operator compute what it promises, on every route of this machine?
+
+For each operator, route, choice of dtypes and numerics mode:
+
+- **accuracy** against the formula in fp64, judged as the contract judges it: 16-bit results within one step
+  (two where the mode rounds twice) and at least 99.9 % equal, fp32 within 2e-6 relative + 1e-6 of the row's largest;
+  codes within one step of the formula divided by the scale that stands beside them, scales within one step;
+- **bits** against a model of the exact arithmetic in plain PyTorch, written apart from every kernel; GPU routes
+  also against the cpu route;
+- **repeatability**: run after run, and the rows in chunks of any size, bit for bit;
+- **speed** beside eager PyTorch, for information.
+
+The formula and the model (`flashnorm.model`) read an operator's program, stage by stage. A program with a stage
+they do not know counts as a failure, not as passed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+import torch
+
+import flashnorm
+from flashnorm import backends
+from flashnorm.config import settings
+from flashnorm.core import device as devices
+from flashnorm.core import plan
+from flashnorm.core.dispatch import ROUTES
+from flashnorm.core.op import Op
+from flashnorm.core.operands import normalise
+from flashnorm.jit import toolchain
+from flashnorm.program import Variant
+from flashnorm.verify.cases import USUAL, Case, chosen, operators
+from flashnorm.verify.eager import rivals, speed
+from flashnorm.verify.lines import Line, new_line, serves, verify_line
+from flashnorm.verify.problem import make_problem
+
+__all__ = ["Case", "Line", "add_arguments", "check_device", "make_problem", "rivals", "run", "table"]
+
+
+def check_device(
+    device: torch.device,
+    *,
+    quick: bool = False,
+    ops: Sequence[str] = (),
+    routes: Sequence[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[list[Line], dict[str, str]]:
+    """Checks every operator on every route that serves one device.
+
+    Args:
+        device: whose tensors are used.
+        quick: one case of each operator, few shapes.
+        ops, routes: only these; empty means all.
+        say: told of progress.
+
+    Returns:
+        The lines, and for each route that serves nothing here its reason.
+    """
+    lines: list[Line] = []
+    missing: dict[str, str] = {}
+    for route in (r for r in ROUTES if not routes or r in routes):
+        serving = []
+        for op in (op for name, op in operators().items() if not ops or name in ops):
+            reason = serves(op, route, device)
+            if reason is None:
+                serving.append(op)
+            elif route in op.routes:
+                missing.setdefault(route, reason)
+        todo = list(chosen(serving, device, quick=quick, exact=route != "torch"))
+        say(f"{device.type}: {route}, {len(todo)} kernels")
+        _build_ahead(route, [(op, case) for op, case, _ in todo], device)
+        for op, case, shapes in todo:
+            line = new_line(op, route, case, device)
+            say(f"{device.type}: {op.name}, {route}, {line.dtypes}, {case.numerics}")
+            try:
+                line = verify_line(op, route, case, device, shapes, 2 if quick else 4)
+                if case == USUAL and route != "torch":
+                    line.speed = speed(op, route, device)
+            except Exception as error:  # whatever is raised is the finding
+                line.failures.append(f"{type(error).__name__}: {error}")
+            lines.append(line)
+    return lines, {route: reason for route, reason in missing.items() if all(line.route != route for line in lines)}
+
+
+def _build_ahead(route: str, todo: Sequence[tuple[Op, Case]], device: torch.device) -> None:
+    """Runs the C++ compilers of a route side by side: one kernel after the other, they are most of the time.
+
+    What fails here fails again, and is reported, where the kernel is called.
+    """
+    if route not in ("cuda", "cpu") or settings.disable_jit:
+        return
+    target = plan.target_of(devices.facts(device))
+
+    def build(variant: Variant) -> object:
+        try:
+            return backends.artifact(route, variant, target).build()
+        except Exception as error:
+            return error
+
+    variants = []
+    for op, case in todo:
+        problem = make_problem(op, case, 2, 8, device)
+        variants.append(normalise(op, problem.program, [problem.given.get(o.name) for o in op.operands])[0])
+    with ThreadPoolExecutor(toolchain.job_count(settings)) as pool:
+        list(pool.map(build, variants))
+
+
+# ------------------------------------------------------------------ the command
+def table(lines: Sequence[Line]) -> str:
+    """The findings, one line each, failures spelled out below."""
+    rows = [
+        ("", *["operator", "route", "mode", "dtypes", "steps", "equal", "bits", "=cpu", "repeats", "chunks", "speed"])
+    ]
+    for n in lines:
+        what = ("FAIL" if n.failures else "ok", n.op, n.route, n.numerics, n.dtypes)
+        accuracy = (str(n.max_steps), "-" if n.equal is None else f"{n.equal:.3%}")
+        bits = (_mark(n.bits), _mark(n.like_cpu), _mark(n.repeats), _mark(n.chunks))
+        rows.append((*what, *accuracy, *bits, f"{n.speed:.2f}x" if n.speed else ""))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    text.insert(1, "-" * len(text[0]))
+    text += [f"FAIL {n.op}, {n.route}, {n.numerics}, {n.dtypes}: {why}" for n in lines for why in n.failures]
+    return "\n".join(text)
+
+
+def _mark(value: bool | None) -> str:
+    return {None: "-", True: "yes", False: "NO"}[value]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments; the command line adds `--json`."""
+    parser.add_argument("--quick", action="store_true", help="one choice of dtypes and few shapes: seconds")
+    parser.add_argument("--device", choices=("all", "cpu", "cuda"), default="all")
+    parser.add_argument("--ops", default="", help="comma-separated operators; default: all")
+    parser.add_argument("--routes", default="", help="comma-separated routes; default: all that serve")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command. Returns 0 if every promise held, 1 if one was broken, 2 if nothing could be checked."""
+    ops, routes = (tuple(filter(None, text.split(","))) for text in (args.ops, args.routes))
+    for asked, known, what in ((ops, tuple(operators()), "operator"), (routes, ROUTES, "route")):
+        for name in asked:
+            if name not in known:
+                print(f"flashnorm verify: no {what} {name!r}; there are {', '.join(known)}", file=sys.stderr)
+                return 2
+    began = time.monotonic()
+    lines: list[Line] = []
+    found: list[dict[str, object]] = []
+    kinds: set[str] = set()
+    for device in devices.visible():
+        if device.type in kinds or args.device not in ("all", device.type):
+            continue  # one device of a kind
+        kinds.add(device.type)
+        new, missing = check_device(device, quick=args.quick, ops=ops, routes=routes, say=_progress)
+        lines += new
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        found.append({"device": name, "lines": [asdict(line) for line in new], "not_here": missing})
+        if not args.json:
+            print(f"{name}, flashnorm {flashnorm.__version__}, torch {torch.__version__}")
+            print(table(new))
+            print("".join(f"{route}: not here: {why}\n" for route, why in missing.items()))
+    ok = bool(lines) and not any(line.failures for line in lines)
+    if args.json:
+        report = {
+            "schema": "flashnorm-verify/1",
+            "ok": ok,
+            "seconds": round(time.monotonic() - began, 1),
+            "versions": {"flashnorm": flashnorm.__version__, "torch": torch.__version__},
+            "devices": found,
+        }
+        print(json.dumps(report, indent=2))
+    else:
+        failed = sum(1 for line in lines if line.failures)
+        print(f"{len(lines) - failed} of {len(lines)} lines ok, {time.monotonic() - began:.0f} s")
+    return (0 if ok else 1) if lines else 2
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="\r", file=sys.stderr, flush=True)

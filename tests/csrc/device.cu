@@ -1,0 +1,64 @@
+// The device bodies of csrc/'s conversions as functions over tensors: N elements a thread, as the kernels have them.
+#include <cuda_runtime.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+
+#include "flashnorm/codec8.cuh"
+#include "flashnorm/vec.cuh"
+
+namespace {
+
+using namespace flashnorm;
+using tvm::ffi::TensorView;
+
+constexpr int N = kGroup;
+
+template <class T>
+__global__ void narrow_all(const float* from, T* to, int64_t packs) {
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= packs) return;
+  float v[N];
+  for (int j = 0; j < N; ++j) v[j] = from[i * N + j];
+  Pack<T, N> pack;
+  narrow(pack, v);
+  RowRef<T>{to, 0, 0}.store(pack, At<Whole>{{0, 0}, int(i * N), {}});
+}
+
+template <class T>
+__global__ void widen_all(const T* from, float* to, int64_t packs) {
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= packs) return;
+  Pack<T, N> pack;
+  RowRef<const T>{from, 0, 0}.load(pack, At<Whole>{{0, 0}, int(i * N), {}});
+  float v[N];
+  widen(v, pack);
+  for (int j = 0; j < N; ++j) to[i * N + j] = v[j];
+}
+
+template <class From, class To>
+void run(void (*kernel)(const From*, To*, int64_t), const TensorView& from, const TensorView& to) {
+  const int64_t packs = from.numel() / N;
+  const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, from.device().device_id));
+  kernel<<<unsigned((packs + 255) / 256), 256, 0, stream>>>(static_cast<const From*>(from.data_ptr()),
+                                                             static_cast<To*>(to.data_ptr()), packs);
+  if (cudaGetLastError() != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "the launch failed";
+}
+
+}  // namespace
+
+#define CONVERSION(name, T)                                                                       \
+  void narrow_##name(TensorView from, TensorView to) { run<float, T>(narrow_all<T>, from, to); } \
+  TVM_FFI_DLL_EXPORT_TYPED_FUNC(narrow_##name, narrow_##name)
+#define WIDENING(name, T)                                                                       \
+  void widen_##name(TensorView from, TensorView to) { run<T, float>(widen_all<T>, from, to); } \
+  TVM_FFI_DLL_EXPORT_TYPED_FUNC(widen_##name, widen_##name)
+
+CONVERSION(bf16, bf16)
+CONVERSION(f16, f16)
+CONVERSION(e4m3, e4m3)
+CONVERSION(e5m2, e5m2)
+CONVERSION(int8, int8_t)
+WIDENING(bf16, bf16)
+WIDENING(f16, f16)
+WIDENING(int8, int8_t)

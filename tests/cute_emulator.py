@@ -1,0 +1,208 @@
+"""Runs the CuTe kernels without a GPU: the machine of `ptx_emulator` with the instructions that codes need.
+
+Conversions to 8-bit floats are the model's where the architecture has instructions for them; below, and for everything
+else, the kernels' own integer arithmetic is interpreted.
+"""
+
+import contextlib
+import types
+
+import numpy as np
+import torch
+
+from flashnorm.model import formats
+from tests import ptx_emulator as base
+from tests.ptx_emulator import Int, Tensor
+
+__all__ = ["Machine", "Tensor", "launch", "patched"]
+
+for _name in ("ge", "gt", "le"):
+    setattr(Int, f"__{_name}__", base._operator(f"__{_name}__"))
+
+CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def _encode(values, fp8):
+    codes = formats.encode(torch.from_numpy(np.ascontiguousarray(values)), CODES[fp8])
+    return codes.view(torch.uint8).numpy().astype(np.uint16)
+
+
+def _with_nan(join):
+    return lambda a, b: np.where(np.isnan(a) | np.isnan(b), np.float32(np.nan), join(a, b))
+
+
+FLOAT = {
+    "sub.rn.f32": lambda a, b: a - b,
+    "max.NaN.f32": _with_nan(np.fmax),
+    "min.NaN.f32": _with_nan(np.fmin),
+    "abs.f32": np.abs,
+}
+UNSIGNED = {
+    "shr.u32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b,
+    "or.b32": lambda a, b: a | b,
+    "add.u32": lambda a, b: a + b,
+    "sub.u32": lambda a, b: a - b,
+    "min.u32": np.minimum,
+}
+COMPARE = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+DIRECT = {**base.ARITHMETIC, **FLOAT}
+OPERANDS = ("$0, $1;", "$0, $1, $2;", "$0, $1, $2, $3;")
+WIDTHS = {"u8": 1, "u16": 2, "b16": 2, "b32": 4, "f32": 4, "s32": 4, "s64": 8}
+
+
+class Machine(base.Machine):
+    """`ptx_emulator.Machine` with integer arithmetic, bytes and codes."""
+
+    def __init__(self, *given, **more):
+        super().__init__(*given, **more)
+        self.alive = np.ones(self.shape, bool)
+
+    def load(self, space, addr, size, active):
+        return super().load(space, addr, size, active & self.alive)
+
+    def store(self, space, addr, data, active):
+        super().store(space, addr, data, active & self.alive)
+
+    def _statement(self, text, env):
+        guard, _, rest = text.partition(" ")
+        if rest.strip() == "exit":
+            self.alive &= ~env[guard[1:]]
+        elif not text.startswith("bar.warp.sync"):
+            super()._statement(text, env)
+
+    def asm(self, result, code, constraints, args, *, effect=False):
+        """One instruction of fp32 arithmetic, the most frequent case by far, needs no reading of its text."""
+        op, _, operands = code.partition(" ")
+        join = DIRECT.get(op)
+        if join is None or operands not in OPERANDS:
+            return super().asm(result, code, constraints, args, effect=effect)
+        with np.errstate(all="ignore"):
+            return join(*map(np.asarray, args)).astype(np.float32)
+
+    def _read(self, name, env, dtype=np.uint32):
+        if name.startswith("0f"):
+            return self._lanes(int(name[2:], 16), dtype)
+        return super()._read(name, env, dtype)
+
+    def _compute(self, op, names, env, active):
+        def read(i, dtype=np.uint32):
+            return self._read(names[i], env, dtype)
+
+        def as_float(i):
+            return np.ascontiguousarray(read(i)).view(np.float32)
+
+        if op in FLOAT:
+            with np.errstate(all="ignore"):
+                value = FLOAT[op](*map(as_float, range(1, len(names)))).astype(np.float32).view(np.uint32)
+        elif op in UNSIGNED:
+            with np.errstate(over="ignore"):
+                value = UNSIGNED[op](read(1), read(2))
+        elif op.startswith("setp."):
+            _, how, kind = op.split(".")
+            value = COMPARE[how](*(read(i).view(np.int32) if kind[0] == "s" else read(i) for i in (1, 2)))
+        elif op == "selp.b32":
+            value = np.where(env[names[3]], read(1), read(2))
+        elif op == "prmt.b32":
+            source = (read(1).astype(np.uint64) | read(2).astype(np.uint64) << np.uint64(32))[..., None]
+            picks = [(int(names[3], 0) >> 4 * i) & 7 for i in range(4)]
+            picked = (source >> np.array([8 * p for p in picks], np.uint64)) & np.uint64(0xFF)
+            value = (picked << np.array([0, 8, 16, 24], np.uint64)).sum(-1).astype(np.uint32)
+        elif op == "bfi.b32":
+            at, length = int(names[3]), int(names[4])
+            field = np.uint32(((1 << length) - 1) << at)
+            value = (read(2) & ~field) | ((read(1) << np.uint32(at)) & field)
+        elif op.startswith("cvt.rn.satfinite."):
+            fp8 = op.split(".")[3].removesuffix("x2")
+            value = (_encode(as_float(1), fp8) << np.uint16(8)) | _encode(as_float(2), fp8)
+        elif op == "cvt.rni.s32.f32":
+            with np.errstate(invalid="ignore"):
+                whole = np.clip(np.nan_to_num(np.rint(as_float(1).astype(np.float64)), nan=0.0), -(2**31), 2**31 - 1)
+            value = whole.astype(np.int64).astype(np.uint32)
+        elif op == "mov.b64":
+            value = read(1, np.int64)
+        else:
+            super()._compute(op, names, env, active)
+            return
+        self._write(names[0], value, env, active)
+
+    def _move(self, op, names, env, active):
+        parts = op.split(".")
+        width = WIDTHS.get(parts[-1])
+        if parts[0] not in ("ld", "st") or width is None or parts[-1] in ("b16", "b32") or "shared" in parts[1]:
+            super()._move(op, names, env, active)
+            return
+        register, where = (names[0], names[1]) if parts[0] == "ld" else (names[1], names[0])
+        kind = {1: np.uint8, 2: np.uint16, 4: np.int32 if parts[-1] == "s32" else np.uint32, 8: np.int64}[width]
+        if parts[0] == "ld":
+            data = self.load(parts[1], self._address(where, env), width, active)
+            value = np.ascontiguousarray(data).view(kind)[..., 0]
+            self._write(register, value.astype(np.int64 if parts[-1][0] == "s" else np.uint32), env, active)
+        else:
+            data = np.ascontiguousarray(self._read(register, env).astype(kind)[..., None]).view(np.uint8)
+            self.store(parts[1], self._address(where, env), data, active)
+
+
+@contextlib.contextmanager
+def patched(machine):
+    from flashnorm.kernels import blocks, codec, fp, frame, memory, reduce, row_forward
+
+    lane = np.arange(machine.shape[1])
+
+    def shuffle_xor(value, offset):
+        return np.broadcast_to(value, machine.shape)[:, (lane // 32 * 32) + ((lane % 32) ^ offset)]
+
+    class Allocator:
+        def allocate(self, size, byte_alignment):
+            return types.SimpleNamespace(toint=lambda: 0)
+
+    names = types.SimpleNamespace(f32=lambda: "f32", i32=lambda: "i32", i64=lambda: "i64")
+    view = types.SimpleNamespace(bitcast=lambda t, v: v.view(np.float32 if t == "f32" else np.uint32))
+    changes = [
+        *((module, "asm", machine.asm) for module in (fp, codec, memory)),
+        *((module, "asm_many", machine.asm_many) for module in (codec, memory)),
+        *((module, "T", names) for module in (fp, codec, memory)),
+        *((module, "Int32", Int) for module in (frame, reduce, blocks, row_forward)),
+        *((module, "Int64", Int) for module in (frame, row_forward)),
+        (codec, "llvm", view),
+        (frame, "extent", lambda tensor, axis: Int(tensor.shape[axis])),
+        (reduce, "_shuffle_xor", shuffle_xor),
+        (reduce, "_select", lambda c, a, b: np.where(c, a, b)),
+        (row_forward, "cutlass", types.SimpleNamespace(utils=types.SimpleNamespace(SmemAllocator=Allocator))),
+    ]
+    saved = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    try:
+        for module, name, value in changes:
+            setattr(module, name, value)
+        yield row_forward
+    finally:
+        for module, name, value in saved:
+            setattr(module, name, value)
+
+
+def launch(variant, tile, machine, tensors, scalars, sm=90):
+    """Run the kernel of one tile over the machine's whole grid.
+
+    Args:
+        tensors: a `Tensor` for each operand of the variant's program, in order.
+        scalars: fp32 values by name.
+        sm: the compute capability that it is traced for; 90 has programmatic dependent launch.
+    """
+    from flashnorm.kernels.row_forward import RowForward
+
+    machine.waited = sm < 90
+    with patched(machine):
+        kernel = object.__new__(RowForward)
+        kernel.variant, kernel.plans, kernel.sm, kernel.has_pdl = variant, ((None, tile),), sm, sm >= 90
+        kernel.names = tuple(o.name for o in variant.program.operands())
+        tid = Int(np.broadcast_to(np.arange(machine.shape[1]), machine.shape))
+        bid = Int(np.broadcast_to(np.arange(machine.shape[0])[:, None], machine.shape))
+        values = [types.SimpleNamespace(ir_value=lambda v=v: np.float32(v)) for v in scalars.values()]
+        kernel.body(0, values, tensors, tid, bid)

@@ -1,0 +1,313 @@
+"""One call of one combination: its tensors, its keywords, and everything it left behind.
+
+A `Problem` holds values on the CPU. `prepare` lays them out in watched buffers on a device and returns the `Call` that
+goes into the public function; `run` does it all. What the bits must be says `canonical`, what the formula gives
+`oracle`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+import flashnorm
+from tests import canonical, oracles
+from tests.buffers import STALE_SCALES, Guarded, values_for
+from tests.canonical import Bits
+from tests.combos import BLOCKED, DTYPES, DYNAMIC, STATIC, Combo
+from tests.inputs import SPECIAL, gains, indices, rows, scales
+from tests.tolerance import assert_same_bits
+
+SCALE = (
+    229 / 8192
+)  # of the static operators: a little saturates, a little underflows, and no quotient of two bf16 is a tie
+CAP = 1.7
+SCALE_DTYPES = {"fp32": torch.float32, "ue8m0": torch.uint8, "ue8m0_packed": torch.int32}
+NAMES = {"layer": {"weight": "gemma", "bias": "beta"}, BLOCKED: {"scale": "block_scale"}}
+
+
+def padded(count: int) -> int:
+    """Rows of scales in columns: a multiple of 4."""
+    return -(-count // 4) * 4
+
+
+@dataclass
+class Call:
+    """The keywords of one call, and what becomes of them.
+
+    Attributes:
+        guards: the watched buffers by parameter name; `scale` of the column layout holds [blocks, padded rows].
+        arguments: keywords of the public function.
+    """
+
+    problem: Problem
+    guards: dict[str, Guarded]
+    arguments: dict[str, Any]
+
+    def __call__(self, route: str | None) -> Bits:
+        """Calls the public function; everything that must not change is compared afterwards."""
+        function = getattr(flashnorm, self.problem.combo.op)
+        with contextlib.nullcontext() if route is None else flashnorm.backend(route):
+            result = function(**self.arguments)
+        return self.outcome(result, f"{self.problem.what} on {route}")
+
+    def left(self, result: Any, what: str = "") -> dict[str, torch.Tensor]:
+        """The tensors that a call with these arguments wrote, by name; what it returned is what it should return."""
+        combo, given = self.problem.combo, self.arguments
+        asked = {"residual": combo.residual is not None, "normed_out": combo.side}
+        left = {name: given[name] for name, there in asked.items() if there}
+        if combo.op in (*STATIC, BLOCKED) or combo.in_place:
+            assert result is None, what
+            left["out"] = given["input" if combo.in_place else "out"]
+        else:
+            names = ("out", "scale") if combo.op == DYNAMIC else ("out", "rstd") if combo.rstd else ("out",)
+            assert isinstance(result, tuple if len(names) > 1 else torch.Tensor), f"{what}: returned {type(result)}"
+            found = dict(zip(names, result if len(names) > 1 else (result,), strict=True))
+            for name, tensor in found.items():
+                assert given.get(name) is None or tensor is given[name], f"{what}: {name}= must be returned itself"
+            left |= found
+        if combo.op == BLOCKED:
+            left["scale"] = given["block_scale"]
+        return left
+
+    def outcome(self, result: Any, what: str) -> Bits:
+        """What a call with these arguments left behind, on the CPU; nothing else was written."""
+        for name, guard in self.guards.items():
+            guard.check(f"{what}: {name}")
+        left = self.left(result, what)
+        if "rstd" in left:
+            assert left["rstd"].is_contiguous() and left["rstd"].device == left["out"].device
+        if "scale" in left:
+            left["scale"] = self.problem.unpadded(left["scale"], what)
+        return Bits(**{name: tensor.cpu() for name, tensor in left.items()})
+
+
+class Problem:
+    """The values of one call, ready to be laid out and run on any route.
+
+    Args:
+        combo: the operator, its dtypes and options.
+        shape: of the result, any rank; of the input too, unless rows are picked by index.
+        device: where the tensors live.
+        layout: of the input and the residual.
+        weight_shape: of the weight where it is not `(H,)`.
+        special: names of `SPECIAL` rows, written over the first rows.
+        x, residual, weight, bias, index, input_scale: values to use in place of random ones.
+        scale: of a static operator.
+        cap: scale_ub, where the combination has one.
+        pool: rows of the input that an index picks from.
+        eps: passed on.
+        seed: part of the key that the numbers are drawn with.
+    """
+
+    def __init__(
+        self,
+        combo: Combo,
+        shape: tuple[int, ...],
+        device: torch.device | str = "cpu",
+        *,
+        layout: str = "contiguous",
+        residual_layout: str | None = None,
+        weight_layout: str = "contiguous",
+        weight_shape: tuple[int, ...] | None = None,
+        special: tuple[str, ...] = (),
+        x: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        index: torch.Tensor | None = None,
+        input_scale: torch.Tensor | None = None,
+        scale: float = SCALE,
+        cap: float = CAP,
+        pool: int = 0,
+        eps: float = 1e-6,
+        seed: object = 0,
+    ) -> None:
+        self.combo, self.shape, self.device, self.eps = combo, shape, device, eps
+        self.index, self.input_scale, self.residual, self.weight, self.bias = index, input_scale, None, None, None
+        x_shape = shape
+        if combo.index is not None:
+            x_shape = (pool or max(5, len(special)), shape[-1])
+            if index is None:
+                self.index = indices(shape[:-1], x_shape[0], DTYPES[combo.index], seed)
+                if special:
+                    self.index = (torch.arange(self.index.numel()) % x_shape[0]).to(self.index).view(shape[:-1])
+        x = rows(x_shape, DTYPES[combo.x], "x", seed) if x is None else x
+        for name, row in zip(special, x.view(-1, shape[-1]), strict=False):
+            SPECIAL[name](row)
+        self.x_layout, self.residual_layout, self.weight_layout = layout, residual_layout or layout, weight_layout
+        self.x = values_for(layout, x)
+        if combo.input_scale is not None and input_scale is None:
+            count = 1 if combo.input_scale == "one" else self.x[..., 0].numel()
+            self.input_scale = scales((count, 1) if combo.input_scale == "rows" else (1,), seed)
+        if combo.weight is not None:
+            w_shape = weight_shape or shape[-1:]
+            weight = gains(w_shape, DTYPES[combo.weight], seed) if weight is None else weight
+            self.weight = values_for(weight_layout, weight)
+        if combo.bias is not None:
+            bias = gains(shape[-1:], DTYPES[combo.bias], "bias", seed) if bias is None else bias
+            self.bias = values_for(weight_layout, bias)
+        if combo.residual is not None:
+            self.residual = rows(shape, DTYPES[combo.residual], "residual", seed) if residual is None else residual
+        self.scale: torch.Tensor | float | None = None
+        if combo.scale is not None:
+            self.scale = scale if combo.scale == "value" else torch.tensor([scale]).to(DTYPES[combo.scale])
+        self.cap: torch.Tensor | float | None = None
+        if combo.cap:
+            self.cap = cap if combo.cap == "value" else torch.tensor([cap])
+
+    @property
+    def what(self) -> str:
+        return f"{self.combo} {self.shape} {self.x_layout}"
+
+    # -------------------------------------------------------------- what must come out
+    @property
+    def _loaded(self) -> dict[str, Any]:
+        """What both models take, apart from input, weight and residual."""
+        combo = self.combo
+        return {
+            "bias": self.bias,
+            "centred": combo.centred,
+            "eps": self.eps,
+            "numerics": combo.numerics,
+            "offset": combo.offset,
+            "index": self.index,
+            "input_scale": self.input_scale,
+            "out": combo.out_dtype,
+        }
+
+    @property
+    def _cap(self) -> float | None:
+        return None if self.cap is None else float(self.cap)
+
+    def canonical(self) -> Bits:
+        """The bits that every exact route must give."""
+        combo = self.combo
+        row = canonical.norm(self.x, self.weight, self.residual, **self._loaded)
+        if combo.op == BLOCKED:
+            return canonical.block_bits(row, combo.out_dtype, canonical.Blocks(128, 1e-4, ratio=True))
+        if combo.op == DYNAMIC:
+            power, packed = combo.form != "fp32", combo.form == "ue8m0_packed"
+            how = canonical.Blocks(combo.block, 1e-10, power=power, packed=packed, cap=self._cap)
+            return canonical.block_bits(row, combo.out_dtype, how)
+        if combo.op in STATIC:
+            return canonical.tensor_bits(row, combo.out_dtype, float(self.scale or 0.0), double=combo.double)
+        return canonical.cast_bits(row, combo.out_dtype)
+
+    def oracle(self) -> oracles.Expected:
+        """The norm in fp64, rounded at the mode's inner places."""
+        return oracles.norm(self.x, self.weight, self.residual, **self._loaded)
+
+    def eager(self) -> torch.Tensor | None:
+        """Eager PyTorch's result in the same dtype, where it has such a thing."""
+        combo = self.combo
+        one_dtype = {combo.x, combo.weight or combo.x, combo.residual or combo.x, combo.bias or combo.x} == {combo.x}
+        if not one_dtype or self.index is not None or (self.weight is not None and self.weight.dim() > 1):
+            return None
+        options = {name: self._loaded[name] for name in ("bias", "centred", "eps", "numerics", "offset")}
+        return oracles.eager(self.x, self.weight, self.residual, **options)
+
+    def check_bits(self, got: Bits, what: str = "") -> None:
+        """Every tensor of an outcome against the canonical bits; what was not asked for is not there."""
+        want, what = self.canonical(), f"{self.what} {what}"
+        assert (got.residual is None) == (want.residual is None), what
+        assert (got.scale is None) == (want.scale is None), what
+        for field in fields(Bits):
+            tensor, right = getattr(got, field.name), getattr(want, field.name)
+            if tensor is not None:
+                assert_same_bits(tensor, right, f"{what}: {field.name}")
+
+    # -------------------------------------------------------------- the call
+    def unpadded(self, scale: torch.Tensor, what: str) -> torch.Tensor:
+        """[rows, blocks] of the scales as they were returned, or as block_scale; the padding must be zero."""
+        combo = self.combo
+        count = self.x[..., 0].numel()
+        if combo.op == BLOCKED:
+            whole = scale
+        elif combo.column:
+            assert scale.stride() == (1, padded(count)) or not scale.numel(), f"{what}: strides {scale.stride()}"
+            whole = scale.as_strided((scale.shape[1], padded(count)), (padded(count), 1))
+        else:
+            assert scale.shape[0] == count, f"{what}: scales {tuple(scale.shape)}"
+            return scale
+        assert whole.shape[1] == padded(count), f"{what}: scales {tuple(whole.shape)}"
+        assert bool((whole[:, count:] == 0).all()), f"{what}: padding is not zero: {whole[:, count:]}"
+        return whole[:, :count].t()
+
+    def _scale_guard(self, layout: str) -> Guarded:
+        combo, count, hidden = self.combo, self.x[..., 0].numel(), self.shape[-1]
+        blocks = -(-hidden // (combo.block_size or hidden))
+        if combo.form == "ue8m0_packed":
+            blocks = -(-blocks // 4)
+        dtype = SCALE_DTYPES[combo.form]
+        columns = combo.column or combo.op == BLOCKED
+        shape = (blocks, padded(count)) if columns else (count, blocks)
+        return Guarded(None, self.device, layout, written=True, shape=shape, dtype=dtype, poison=STALE_SCALES[dtype])
+
+    def prepare(self, out: str = "none", *, enable_pdl: bool | None = None, **more: Any) -> Call:
+        """Lays everything out in fresh watched buffers.
+
+        Args:
+            out: "none", "alias" (the input itself), or the layout of given, poisoned outputs.
+            enable_pdl: passed on.
+            more: further keywords.
+        """
+        combo, device = self.combo, self.device
+        weights = self.weight_layout
+        guards = {"input": Guarded(self.x, device, self.x_layout, written=combo.in_place or out == "alias")}
+        if self.residual is not None:
+            guards["residual"] = Guarded(self.residual, device, self.residual_layout, written=True)
+        if self.index is not None:
+            guards["row_index"] = Guarded(self.index, device)
+        if self.input_scale is not None:
+            guards["input_scale"] = Guarded(self.input_scale, device)
+        if self.weight is not None:
+            guards["weight"] = Guarded(self.weight, device, weights)
+        if self.bias is not None:
+            guards["bias"] = Guarded(self.bias, device, weights if self.bias.shape == self.shape[-1:] else "contiguous")
+        arguments: dict[str, Any] = {"weight": None, "eps": self.eps, "numerics": combo.numerics}
+        arguments["enable_pdl"] = enable_pdl
+        usual = DTYPES[combo.weight or "bf16"]
+        required = combo.op in (*STATIC, BLOCKED) or (combo.x == "i8" and combo.out_dtype != usual)
+        layout = "contiguous" if required and out == "none" else out
+        if layout not in ("none", "alias") and not combo.in_place:
+            new: dict[str, Any] = {"written": True, "shape": self.shape}
+            guards["out"] = Guarded(None, device, layout, dtype=combo.out_dtype, **new)
+        if combo.side:
+            side = "contiguous" if layout == "none" else layout
+            guards["normed_out"] = Guarded(None, device, side, written=True, shape=self.shape, dtype=DTYPES[combo.x])
+        if combo.op == BLOCKED or (combo.op == DYNAMIC and "out" in guards):
+            guards["scale"] = self._scale_guard("contiguous")
+        arguments |= {name: guard.view for name, guard in guards.items()}
+        arguments |= self._options()
+        if combo.op == DYNAMIC and combo.column and "scale" in guards:
+            arguments["scale"] = arguments["scale"].t()[: self.x[..., 0].numel()]
+        if out == "alias":
+            arguments["out"] = arguments["input"]
+        if combo.centred:
+            arguments.setdefault("bias", None)
+        names = NAMES.get("layer" if combo.centred else combo.op, {})
+        renamed = {names.get(name, name): value for name, value in (arguments | more).items()}
+        return Call(self, {names.get(name, name): guard for name, guard in guards.items()}, renamed)
+
+    def _options(self) -> dict[str, Any]:
+        """Keywords that are no operands of every operator."""
+        combo = self.combo
+        found: dict[str, Any] = {"return_rstd": True} if combo.rstd else {}
+        if self.scale is not None:
+            found["scale"] = self.scale if isinstance(self.scale, float) else self.scale.to(self.device)
+        if combo.double:
+            found["double_rounding"] = True
+        if combo.op == DYNAMIC:
+            found |= {"granularity": combo.block or "token", "dtype": combo.out_dtype, "scale_format": combo.form}
+            found["scale_layout"] = "column" if combo.column else "row"
+            if self.cap is not None:
+                found["scale_ub"] = self.cap if isinstance(self.cap, float) else self.cap.to(self.device)
+        return found
+
+    def run(self, route: str | None, out: str = "none", *, enable_pdl: bool | None = None) -> Bits:
+        """Lays out, calls on a route (None: the dispatcher's choice), and takes everything back to the CPU."""
+        return self.prepare(out, enable_pdl=enable_pdl)(route)

@@ -1,0 +1,207 @@
+"""What every operator refuses of its numbers and options, on the cold path and on the warm one; signatures."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashnorm
+from tests.combos import BLOCKED, DYNAMIC, FUSED, OPS, PLAIN, STATIC
+from tests.inputs import rows
+from tests.refusals import BF16, FULL, H, M, every_op, good, refuse
+
+
+# ------------------------------------------------------------------ values and choices
+@pytest.mark.parametrize("eps", [math.nan, math.inf, -math.inf, -1.0, -1e-30, 1e39], ids=str)
+@every_op
+def test_eps_out_of_range(op: str, eps: float, device: torch.device) -> None:
+    refuse(op, device, ValueError, op, "eps", repr(eps), "finite", ">= 0", change=lambda t: {"eps": eps})
+
+
+@pytest.mark.parametrize("eps", ["1e-6", None, [1e-6], 1j, torch.tensor(1e-6)], ids=repr)
+@every_op
+def test_eps_is_a_number(op: str, eps: object, device: torch.device) -> None:
+    refuse(op, device, (TypeError, ValueError), op, "eps", type(eps).__name__, change=lambda t: {"eps": eps})
+
+
+@pytest.mark.parametrize("numerics", ["fast", "", "HF-Llama", "hf_llama", None, 3, ["torch"]], ids=repr)
+@every_op
+def test_unknown_numerics(op: str, numerics: object, device: torch.device) -> None:
+    accepted = ("flashinfer", "hf-llama", "hf-gemma", "vllm", "torch", "cake")
+    needles = (op, "numerics", repr(numerics), *accepted)
+    refuse(op, device, ValueError, *needles, change=lambda t: {"numerics": numerics})
+
+
+@every_op
+def test_enable_pdl_is_a_choice(op: str, device: torch.device) -> None:
+    refuse(op, device, ValueError, op, "enable_pdl", "'yes'", change=lambda t: {"enable_pdl": "yes"})
+
+
+@pytest.mark.parametrize("value", [None, 3, [128], 64, "block", 128.5], ids=repr)
+@pytest.mark.parametrize("name", ["granularity", "scale_format", "scale_layout"])
+def test_options_of_the_dynamic_operator(name: str, value: object, device: torch.device) -> None:
+    refuse(DYNAMIC, device, ValueError, DYNAMIC, name, repr(value), change=lambda t: {name: value})
+
+
+@pytest.mark.parametrize("value", [torch.float16, torch.uint8, "float8_e4m3fn", 8, torch.float8_e4m3fnuz], ids=repr)
+def test_dtype_of_the_dynamic_operator(value: object, device: torch.device) -> None:
+    change = {"dtype": value, "out": None, "scale": None}
+    refuse(DYNAMIC, device, ValueError, DYNAMIC, "dtype", repr(value), change=lambda t: change)
+
+
+def test_out_and_dtype_must_agree(device: torch.device) -> None:
+    refuse(DYNAMIC, device, ValueError, DYNAMIC, "out", "int8", change=lambda t: {"dtype": torch.int8})
+
+
+@pytest.mark.parametrize("value", ["1", [1.0], True, 1j], ids=repr)
+def test_scale_ub_is_a_number(value: object, device: torch.device) -> None:
+    change = {"scale_ub": value, "granularity": "token"}
+    needles = (DYNAMIC, "scale_ub", type(value).__name__)
+    refuse(DYNAMIC, device, (TypeError, ValueError), *needles, change=lambda t: change)
+
+
+@every_op
+def test_refused_after_a_good_call_too(op: str, device: torch.device) -> None:
+    """The warm path checks as the cold one does."""
+    for _ in range(2):
+        getattr(flashnorm, op)(**good(op, device).arguments)
+        refuse(op, device, ValueError, "eps", change=lambda t: {"eps": math.nan})
+        refuse(op, device, ValueError, "numerics", change=lambda t: {"numerics": "x"})
+        refuse(op, device, TypeError, "input", change=lambda t: {"input": 1})
+        refuse(op, device, ValueError, "enable_pdl", change=lambda t: {"enable_pdl": "yes"})
+        if FULL[op].residual or op in PLAIN:
+            shared = rows((M + 1, H), BF16).to(device)
+            other = "residual" if FULL[op].residual else "out"
+            both = {"input": shared[:M], other: shared[1:]}
+            refuse(op, device, ValueError, "overlap", change=lambda t, both=both: both)
+        if FULL[op].residual:
+            refuse(op, device, ValueError, "overlap", change=lambda t: {"residual": t["input"]})
+        if FULL[op].makes_codes:
+            refuse(op, device, ValueError, "overlap", change=lambda t: {"out": t["input"].view(t["out"].dtype)[:, :H]})
+        if FULL[op].side:
+            refuse(op, device, ValueError, "overlap", change=lambda t: {"normed_out": t["input"]})
+            refuse(op, device, ValueError, "overlap", change=lambda t: {"normed_out": t["residual"]})
+
+
+# ------------------------------------------------------------------ backends
+def test_unknown_backend() -> None:
+    for name in ("triton", "", "CUDA", None):
+        with pytest.raises(ValueError, match=r"backend.*cute, cuda, cpu, torch"), flashnorm.backend(name):  # type: ignore[arg-type]
+            raise AssertionError("entered")
+
+
+CHILD = """
+import torch, flashnorm
+x = torch.ones(2, 8)
+try:
+    flashnorm.rmsnorm(x, x[0].clone())
+except Exception as error:
+    print(type(error).__name__, error)
+else:
+    print("served")
+"""
+
+
+def child(**variables: str) -> str:
+    """What a call says in a process whose environment has these variables."""
+    env = {**os.environ, **variables}
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", CHILD], cwd=root, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.cpu_only
+def test_environment_that_cannot_be_followed(tmp_path: Path) -> None:
+    """An unknown name raises at the first call, not at import; a forced route that cannot serve gives its reason."""
+    said = child(FLASHNORM_BACKEND="triton")
+    assert said.startswith("ValueError") and "FLASHNORM_BACKEND" in said and "'triton'" in said and "cute" in said
+    missing = {"CXX": str(tmp_path / "g++"), "PATH": str(tmp_path), "FLASHNORM_CACHE_DIR": str(tmp_path)}
+    said = child(FLASHNORM_BACKEND="cpu", **missing)
+    assert said.startswith("ValueError") and "cpu" in said and str(tmp_path / "g++") in said
+    assert child(FLASHNORM_BACKEND="", **missing) == "served"  # by the torch route
+    assert child(FLASHNORM_BACKEND=" torch ") == "served"
+
+
+# ------------------------------------------------------------------ signatures
+NONE = inspect.Parameter.empty
+EPS, PDL = ("eps", 1e-6), ("enable_pdl", None)
+
+
+def needed(*names: str) -> list[tuple[str, Any]]:
+    return [(name, NONE) for name in names]
+
+
+SIGNATURES: dict[str, list[tuple[str, Any]]] = {}
+for _op in OPS:
+    _gains = ("gemma", "beta") if "layernorm" in _op else ("weight",)
+    _add = ("residual",) if "fused_add" in _op else ()
+    if _op in STATIC:
+        SIGNATURES[_op] = [*needed("out", "input", *_add, *_gains, "scale"), EPS, PDL]
+    elif _op == BLOCKED:
+        SIGNATURES[_op] = [*needed("out", "block_scale", "normed_out", "input", "residual", "weight"), EPS, PDL]
+    elif _op == DYNAMIC:
+        SIGNATURES[_op] = [*needed("input", "weight"), EPS]
+    else:
+        SIGNATURES[_op] = [*needed("input", *_add, *_gains), EPS, *([] if _op in FUSED else [("out", None)]), PDL]
+
+ROWS = {"row_index": None, "input_scale": None}
+ADDED: dict[str, dict[str, Any]] = {op: {"numerics": "flashinfer"} for op in OPS}
+for _op in ("rmsnorm", "gemma_rmsnorm"):
+    ADDED[_op] |= {"return_rstd": False, **ROWS}
+for _op in ("rmsnorm_quant", "gemma_rmsnorm_quant"):
+    ADDED[_op] |= ROWS
+ADDED["layernorm_quant"] |= {"double_rounding": False}
+ADDED[DYNAMIC] |= {
+    "residual": None,
+    "granularity": "token",
+    "scale_format": "fp32",
+    "scale_layout": "row",
+    "scale_ub": None,
+    "out": None,
+    "scale": None,
+    "normed_out": None,
+    "enable_pdl": None,
+}
+
+
+@every_op
+def test_signature(op: str) -> None:
+    """FlashInfer's names, order and defaults; what is added is keyword-only."""
+    found = inspect.signature(getattr(flashnorm, op)).parameters.values()
+    assert [(p.name, p.default) for p in found if p.kind is p.POSITIONAL_OR_KEYWORD] == SIGNATURES[op]
+    added = {p.name: p.default for p in found if p.kind is p.KEYWORD_ONLY}
+    if op == DYNAMIC:  # None and e4m3fn mean the same, unless there is an out
+        assert added.pop("dtype") in (None, torch.float8_e4m3fn)
+    assert added == ADDED[op]
+
+
+@every_op
+def test_it_is_documented(op: str) -> None:
+    """Formula first, every parameter, and what is raised; siblings refer to the operator that says it all."""
+    text = inspect.getdoc(getattr(flashnorm, op)) or ""
+    sibling = next((other for other in OPS if f"those of `{other}`" in text), None)
+    if sibling is None:
+        assert ".. math::" in text and "Args:" in text and "Raises:" in text
+        for name in inspect.signature(getattr(flashnorm, op)).parameters:
+            assert name in text, name
+    else:
+        assert op.removeprefix("gemma_") == sibling
+
+
+def test_positional_calls(device: torch.device) -> None:
+    """In FlashInfer's order, without a keyword."""
+    for op in OPS:
+        call = good(op, device)
+        names = [name for name, _ in SIGNATURES[op]]
+        positional = [call.arguments.get(name) for name in names]
+        result = getattr(flashnorm, op)(*positional)
+        assert (result is None) == (op in (*STATIC, *FUSED, BLOCKED))

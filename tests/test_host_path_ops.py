@@ -1,0 +1,201 @@
+"""The warm call of every operator: what is planned once is not planned again, and what changed is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flashnorm
+from flashnorm.core import guard
+from flashnorm.core.op import ALL, Op
+from tests.combos import COMBOS, DYNAMIC, STATIC, USUAL, Combo
+from tests.inputs import rows
+from tests.judge import check
+from tests.problem import Problem
+from tests.tolerance import Pool, assert_same_bits
+
+FORMS = tuple(
+    dict.fromkeys(
+        (
+            *USUAL,
+            next(c for c in COMBOS if c.op == DYNAMIC and c.x == "bf16" and c.residual == "bf16" and c.side),
+            *[c for c in COMBOS if c.op == DYNAMIC and c.cap],
+            next(c for c in COMBOS if c.op == "rmsnorm" and c.index and c.x == "bf16"),
+            next(c for c in COMBOS if c.op == "rmsnorm" and c.x == "i8" and c.out == "bf16"),
+            next(c for c in COMBOS if c.op == "rmsnorm_quant" and c.index),
+            next(c for c in COMBOS if c.op == "layernorm_quant" and c.double and c.x == "bf16"),
+        )
+    )
+)
+every_form = pytest.mark.parametrize("combo", FORMS, ids=str)
+HOW_OFTEN = 200
+
+
+@pytest.fixture(params=["C++", "Python"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Both guards, each from cold."""
+    if request.param == "Python":
+        monkeypatch.setattr(guard, "_in_cpp", lambda *_: None)
+    for op in ALL.values():
+        op.forget()
+    yield request.param
+    for op in ALL.values():
+        op.forget()
+
+
+def planned(call: Callable[[], Any]) -> int:
+    """How often a call leaves the warm path, whatever the operator behind it."""
+    times = []
+    plain = Op._execute
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Op, "_execute", lambda *a: (times.append(1), plain(*a))[1])
+        call()
+    return len(times)
+
+
+@pytest.mark.parametrize("out", ["none", "contiguous"])
+@every_form
+def test_many_calls_are_planned_once(combo: Combo, out: str, kind: str, device: torch.device) -> None:
+    """With results given or not; other rows, other weights and another eps of the same kind change nothing."""
+    function = getattr(flashnorm, combo.op)
+    calls = [Problem(combo, (4, 128), device, seed=seed).prepare(out) for seed in range(3)]
+    assert planned(lambda: function(**calls[0].arguments)) == 1
+
+    def again() -> None:
+        for i in range(HOW_OFTEN):
+            function(**{**calls[i % 3].arguments, "eps": 1e-6 * (1 + i % 2)})
+
+    assert planned(again) == 0
+
+
+@every_form
+def test_a_warm_call_gives_the_bits_of_a_cold_one(combo: Combo, kind: str, device: torch.device) -> None:
+    problems = [Problem(combo, (4, 128), device, seed=seed) for seed in range(3)]
+    cold = []
+    for problem in problems:
+        for op in ALL.values():
+            op.forget()
+        cold.append(problem.run(None))
+    for _ in range(2):
+        for problem, want in zip(problems, cold, strict=True):
+            got = problem.run(None)
+            for name in ("out", "residual", "rstd", "scale", "normed_out"):
+                if getattr(want, name) is not None:
+                    assert_same_bits(getattr(got, name), getattr(want, name), name)
+
+
+@every_form
+def test_what_differs_is_planned_anew(combo: Combo, kind: str, device: torch.device) -> None:
+    """Another number of rows of as many elements, another mode, another layout."""
+    function = getattr(flashnorm, combo.op)
+    Problem(combo, (4, 256), device).run(None)
+    for other in (Problem(combo, (8, 128), device), Problem(combo, (2, 512), device)):
+        call = other.prepare()
+        assert planned(lambda call=call: function(**call.arguments)) == 1  # type: ignore[misc]
+        if device.type == "cpu":
+            other.check_bits(other.run("cpu")) if not _missing() else check(other, "torch", Pool(combo.numerics))
+    strided = Problem(combo, (4, 256), device, layout="half").prepare()
+    assert planned(lambda: function(**strided.arguments)) == 1
+
+
+def _missing() -> str:
+    from tests.conftest import unserved
+
+    return unserved("cpu", "cpu")
+
+
+@pytest.mark.parametrize("combo", [c for c in USUAL if c.op in STATIC], ids=str)
+def test_another_scale_by_value_is_no_other_plan(combo: Combo, kind: str, device: torch.device) -> None:
+    """Every number, and every CPU tensor: the value goes with the launch."""
+    problem = Problem(combo, (4, 128), device)
+    function = getattr(flashnorm, combo.op)
+    problem.run(None)
+
+    def again() -> None:
+        for scale in (0.5, 0.25, 2, np.float32(0.1), np.float64(0.3), torch.tensor(0.5), torch.tensor([3.0])):
+            for _ in range(3):
+                call = problem.prepare()
+                call.arguments["scale"] = scale
+                function(**call.arguments)
+
+    assert planned(again) <= 4  # CPU tensors may be looked at where the plans are made; numbers never
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("combo", [c for c in USUAL if c.op in STATIC], ids=str)
+def test_another_scale_on_the_device_is_no_other_plan(combo: Combo, kind: str, device: torch.device) -> None:
+    problem = Problem(combo, (4, 128), device)
+    function = getattr(flashnorm, combo.op)
+    scales = [torch.full((1,), value, device=device) for value in (0.5, 0.25, 3.0)]
+
+    def again(turns: int) -> None:
+        for i in range(turns):
+            call = problem.prepare()
+            call.arguments["scale"] = scales[i % 3]
+            function(**call.arguments)
+
+    assert planned(lambda: again(1)) == 1
+    assert planned(lambda: again(60)) == 0
+
+
+def test_options_of_the_dynamic_operator_are_told_apart(kind: str, device: torch.device) -> None:
+    """The same tensors, other words: each has a plan of its own, and none serves for another."""
+    x = rows((4, 256), torch.bfloat16).to(device)
+    words: list[dict[str, Any]] = [
+        {},
+        {"dtype": torch.float8_e5m2},
+        {"dtype": torch.int8},
+        {"granularity": 128},
+        {"scale_format": "ue8m0"},
+        {"granularity": 128, "scale_layout": "column"},
+        {"granularity": 128, "scale_layout": "column", "scale_format": "ue8m0_packed"},
+        {"scale_ub": 0.5},
+        {"numerics": "hf-gemma"},
+    ]
+    with flashnorm.backend("torch"):
+        first = [flashnorm.rmsnorm_dynamic_quant(x, None, **word) for word in words]
+        for _ in range(2):
+            for word, want in zip(words, first, strict=True):
+                got = flashnorm.rmsnorm_dynamic_quant(x, None, **word)
+                for a, b in zip(got, want, strict=True):
+                    assert a.dtype == b.dtype and a.stride() == b.stride()
+                    assert_same_bits(a.contiguous(), b.contiguous(), str(word))
+
+
+def test_an_output_of_another_format_is_noticed(kind: str, device: torch.device) -> None:
+    x = rows((4, 256), torch.bfloat16).to(device)
+    outs = [torch.empty(4, 256, dtype=d, device=device) for d in (torch.float8_e4m3fn, torch.float8_e5m2)]
+    with flashnorm.backend("torch"):
+        for out in outs:
+            flashnorm.rmsnorm_quant(out, x, None, 0.01)
+        first = [out.clone() for out in outs]
+        for _ in range(3):
+            for out, want in zip(outs, first, strict=True):
+                out.view(torch.uint8).fill_(0)
+                flashnorm.rmsnorm_quant(out, x, None, 0.01)
+                assert_same_bits(out, want, str(out.dtype))
+
+
+def test_index_and_scale_are_looked_at_in_a_warm_call(kind: str, device: torch.device) -> None:
+    """The same pool with another index: another dtype, a bad value, another count; another scale for int8 rows."""
+    x = rows((5, 128), torch.bfloat16).to(device)
+    with flashnorm.backend("torch"):
+        for index in ([0, 1], [4, 4], [3, 2, 1], [0]):
+            for dtype in (torch.int32, torch.int64):
+                chosen = torch.tensor(index, dtype=dtype, device=device)
+                for _ in range(2):
+                    got = flashnorm.rmsnorm(x, None, row_index=chosen)
+                    assert torch.equal(got, flashnorm.rmsnorm(x[chosen.long()], None))
+        if device.type == "cpu":
+            with pytest.raises(ValueError, match="row_index must be 0 to 4, got 5"):
+                flashnorm.rmsnorm(x, None, row_index=torch.tensor([0, 5]))
+        codes = rows((5, 128), torch.int8).to(device)
+        for scale in (torch.full((1,), 0.5), torch.rand(5, 1), torch.full((1,), 0.25)):
+            for _ in range(2):
+                got = flashnorm.rmsnorm(codes, None, input_scale=scale.to(device))
+                want = flashnorm.rmsnorm(codes.float() * scale.to(device), None)
+                assert_same_bits(got, want.to(torch.bfloat16), "int8")
