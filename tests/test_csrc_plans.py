@@ -145,13 +145,14 @@ def test_no_plan_is_illegal(units: dict[str, Emulated]) -> None:
     widths = (1, 8, 9, 64, 72, 128, 129, 256, 576, 1024, 2048, 4096, 7168, 8192, 8200, 16384, 24576, 65536, 262144)
     for (sm, processors, memory), rows, h in itertools.product(devices, (1, 7, 64, 1000, 10**6), widths):
         total = min(1024, 1 << max(0, (-(-h // 8) - 1).bit_length()))
-        for width, kept, heavy in itertools.product((8, 4, 1) if h % 8 == 0 else (1,), (2, 4), (False, True)):
-            plan = [picked(sm, processors, memory, rows, h, width, kept, heavy, field) for field in range(5)]
+        widths_here = (8, 4, 1) if h % 8 == 0 else (1,)
+        for width, kept, *kind in itertools.product(widths_here, (2, 4), (False, True), (False, True)):
+            plan = [picked(sm, processors, memory, rows, h, width, kept, *kind, field) for field in range(5)]
             threads, cta_rows, cluster, lanes, groups = plan
-            where = f"sm {sm}, {rows} x {h}, width {width}, {kept} bytes, heavy {heavy}: {plan}"
+            where = f"sm {sm}, {rows} x {h}, width {width}, {kept} bytes, heavy, layered {kind}: {plan}"
             assert threads * cta_rows % 32 == 0 and threads * cta_rows <= 1024, where
             assert cluster == 1 or (sm >= 90 and cta_rows == 1 and threads >= 32), where
             assert threads * cluster * max(1, lanes) == total, where
             assert lanes <= 1 or threads >= 32, where
             assert lanes == 0 or groups * 1024 * 8 >= h or groups == 1, where
-            assert has_kernel(*plan, kept, width == 8, heavy), where
+            assert has_kernel(*plan, kept, width == 8, *kind), where

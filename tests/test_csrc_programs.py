@@ -5,7 +5,9 @@ The stages are those that the CUDA route compiles. Plain RMSNorm is `test_cpu_ke
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -27,6 +29,13 @@ pytestmark = [
 ]
 
 WIDTHS = (*range(1, 300, 7), 8, 16, 64, 128, 136, 248, 256, 257, 512, 576, 1000, 4096, 8192, 8200, 16384, 24576, 65537)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """All kernels, side by side: one by one they would take most of the time."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda what: cpu.spec(*what).build(), PROGRAMS.values()))
 
 
 @cache

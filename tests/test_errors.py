@@ -51,18 +51,16 @@ def test_none_where_a_tensor_is_needed(op: str, name: str, device: torch.device)
 WRONG = ("float64", "int32", "uint8", "int8", "bool", "complex64", "float8_e4m3fn", "float8_e5m2", "bfloat16")
 
 
-@pytest.mark.parametrize("dtype", WRONG)
-@every_argument
-def test_wrong_dtype(op: str, name: str, dtype: str, device: torch.device) -> None:
-    takes = accepted(op, name)
-    if dtype in takes:
-        pytest.skip(f"{op} takes {dtype} as {name}")
+WRONG_FOR = [(op, name, dtype) for op, name in EVERY for dtype in WRONG if dtype not in accepted(op, name)]
 
+
+@pytest.mark.parametrize(("op", "name", "dtype"), WRONG_FOR)
+def test_wrong_dtype(op: str, name: str, dtype: str, device: torch.device) -> None:
     def change(given: dict[str, Any]) -> dict[str, Any]:
         like = given[name]
         return {name: torch.zeros_like(like, dtype=getattr(torch, dtype), memory_format=torch.preserve_format)}
 
-    refuse(op, device, ValueError, op, name, dtype, *takes, change=change)
+    refuse(op, device, ValueError, op, name, dtype, *accepted(op, name), change=change)
 
 
 @every_argument
@@ -276,9 +274,11 @@ def test_freed_memory(op: str, name: str, device: torch.device) -> None:
 
 
 PAIRS = [(op, a, b) for op, a in WRITTEN for o, b in EVERY if o == op and a != b and "input" not in (a, b)]
+# Scales in columns have padding: their overlaps are a test of their own.
+PAIRS = [(op, a, b) for op, a, b in PAIRS if a in ("out", "normed_out", "block_scale") and b != "scale"]
 
 
-@pytest.mark.parametrize(("op", "a", "b"), [p for p in PAIRS if p[1] in ("out", "normed_out", "block_scale")])
+@pytest.mark.parametrize(("op", "a", "b"), PAIRS)
 def test_two_tensors_in_one_memory(op: str, a: str, b: str, device: torch.device) -> None:
     """Every written tensor is apart from every other one, whatever their dtypes."""
 
@@ -291,8 +291,6 @@ def test_two_tensors_in_one_memory(op: str, a: str, b: str, device: torch.device
             changed[name] = memory[:size].view(t.dtype).view(t.shape)
         return changed
 
-    if op == DYNAMIC and "scale" in (a, b):
-        return  # columns of one row of blocks: their own test
     refuse(op, device, ValueError, op, a, b, "overlap", change=change)
 
 

@@ -216,3 +216,14 @@ def test_a_warm_launch_runs_on_the_tensors_device(in_cpp, monkeypatch):
     tensors = make("cpu", 4, 64), make("cpu", 64, seed=1), torch.empty(4, 64), None
     assert guard.guarded(RMSNORM, made, tensors)(1e-6, True, *tensors)
     assert seen == [1] and current == [0]
+
+
+def test_keyword_only_stays_keyword_only():
+    """The warm call takes its keywords as ordinary parameters; a positional one too many is still refused."""
+    x, w = make("cpu", 4, 64), make("cpu", 64, seed=1)
+    for _ in range(2):  # cold and warm
+        with pytest.raises(TypeError, match="positional"):
+            flashnorm.rmsnorm(x, w, 1e-6, None, None, "hf-llama")
+        with pytest.raises(TypeError, match="positional"):
+            flashnorm.rmsnorm(x, w, 1e-6, None, None, "hf-llama", True)
+        flashnorm.rmsnorm(x, w)

@@ -130,6 +130,14 @@ def test_a_scale_that_was_just_written(combo: Combo, exact_route: str, device: t
 
 
 @pytest.mark.gpu
+def test_a_scale_on_a_gpu_for_rows_on_the_cpu(device: torch.device) -> None:
+    call = Problem(COMBOS[0], (3, 128), "cpu").prepare()
+    call.arguments["scale"] = torch.ones(1, device=device)
+    with pytest.raises(ValueError, match="scale is on cuda:0, but input on cpu"):
+        getattr(flashnorm, COMBOS[0].op)(**call.arguments)
+
+
+@pytest.mark.gpu
 def test_a_scale_on_another_device(device: torch.device) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,29 +21,18 @@ from flashnorm.core.checks import FLT_MAX, least, split
 from flashnorm.core.dispatch import forced_here
 
 if TYPE_CHECKING:
-    from flashnorm.core.guard import Guarded
     from flashnorm.core.op import Op
 
 MAX_SIZES = 8192  # of the warm path; past it all are forgotten, and made again from loaded kernels
 MAX_CHAIN = 8  # guarded launches for one size
 
 
-class Entry(NamedTuple):
-    """One guarded launch and what it was made under.
-
-    Attributes:
-        state: the options as given, which optional outputs were asked for, and the route that was forced.
-        scalars: as they were then, so that the same objects need no second look.
-        launch: see `core.guard`.
-    """
-
-    state: tuple[Any, ...]
-    scalars: tuple[float, ...]
-    launch: Guarded
-
-
-# By the number of elements of the first operand, which is cheaper to ask for than its shape.
+# Guarded launches by the number of elements of the first operand, which is cheaper to ask for than its shape. Each is
+# a flat tuple: what it was made under (options as given, further parameters, whether optional outputs were asked for,
+# the forced route), the scalars as they were then, so that the same objects need no second look, and the launch.
+Entry = tuple[Any, ...]
 Recent = dict[int, tuple[Entry, ...]]
+ABSENT = object()
 
 # Who must see a call through torch's dispatcher. The cold path asks for functorch too; the warm one need not, since
 # tensors under its transforms cannot be handed to a kernel.
@@ -72,14 +61,14 @@ EAGER = f"""\
 """
 TEMPLATE = """\
 def {name}{signature}:
-{eager}
+{positional}{eager}
     try:
         {allocate}
         entries = recent.get({x}.numel(), ())
     except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensor: the function behind says what
         return cold({forward})
     try:
-        for ({state_seen},), ({scalars_seen},), launch in entries:
+        for {state_seen}, {scalars_seen}, launch in entries:
             if (
                 {state}
                 and {scalars}
@@ -133,7 +122,7 @@ def warm(
     """
     flags = flags or {}
     asked = {operand: flag for flag, operand in flags.items()}
-    parameters = inspect.signature(cold).parameters.values()
+    parameters = list(inspect.signature(cold).parameters.values())
     given = {p.name for p in parameters}
     local = {o.name: names.get(o.name, o.name) for o in op.operands}
     spread = {name: scalar for name, (scalar, _) in op.by_value.items() if scalar not in given}
@@ -161,6 +150,7 @@ def warm(
     text = TEMPLATE.format(
         name=op.name,
         signature=_signature(parameters),
+        positional=_positional(parameters),
         eager=EAGER.format(unless="".join(f" or {name} is not None" for name in unless)) if eager else "",
         allocate="; ".join(allocate) or "pass",
         x=x,
@@ -192,6 +182,7 @@ def warm(
         "Tensor": torch.Tensor,
         "Parameter": torch.nn.Parameter,
         "memoryless": memoryless,
+        "ABSENT": ABSENT,
         "split": functools.partial(split, op),
         "recent": recent,
         "cold": cold,
@@ -227,14 +218,27 @@ def _plain(name: str) -> str:
 
 
 def _signature(parameters: Any) -> str:
-    """The parameter list of a function, defaults included, annotations left out."""
-    parts, keyword_only = [], False
+    """The parameter list of a function, defaults included, annotations left out.
+
+    Keyword-only parameters cost a look-up each where they are left out. Here they are ordinary ones behind a
+    parameter that catches what was not meant to be positional.
+    """
+    parts, caught = [], False
     for p in parameters:
-        if p.kind is p.KEYWORD_ONLY and not keyword_only:
-            parts.append("*")
-            keyword_only = True
-        parts.append(p.name if p.default is p.empty else f"{p.name}=defaults[{p.name!r}]")
+        if p.kind is p.KEYWORD_ONLY and not caught:
+            parts.append("_positional=ABSENT")
+            caught = True
+        without = p.default is p.empty and not caught
+        parts.append(p.name if without else f"{p.name}={'ABSENT' if p.default is p.empty else f'defaults[{p.name!r}]'}")
     return f"({', '.join(parts)})"
+
+
+def _positional(parameters: Any) -> str:
+    """Hands a call with too many positional arguments on, to be refused; and one that lacks a keyword."""
+    ordinary = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    if len(ordinary) == len(parameters):
+        return ""
+    return f"    if _positional is not ABSENT:\n        return cold({', '.join(ordinary)}, _positional)\n"
 
 
 def _forward(parameters: Any) -> str:

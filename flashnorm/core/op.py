@@ -266,7 +266,7 @@ class Op:
             if operand.written and tensor is not None and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
         if all(a is b for a, b in zip(straight, tensors, strict=True)):
-            entry = fastpath.Entry(state, tuple(scalars), guard.guarded(self, made, tensors))
+            entry = (*state, *scalars, guard.guarded(self, made, tensors))
             fastpath.remember(recent, tensors[0].numel(), entry)
 
     # -------------------------------------------------------------- torch.library

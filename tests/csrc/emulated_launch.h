@@ -22,8 +22,8 @@ void launch_rows(const Program& program, const Operands& operands, bool) {
   using Kept = typename LocatedOf<Program>::Kept;
   Plan plan = forced.plan;
   if (plan.threads == 0) {
-    plan = pick(forced.device, operands.grid_rows(), operands.hidden_size(), operands.width(), int(sizeof(Kept)), is_heavy<Program>(),
-                is_layered<Program>());
+    plan = pick(forced.device, operands.grid_rows(), operands.hidden_size(), operands.width(), int(sizeof(Kept)),
+                is_heavy<Program>(), is_layered<Program>());
   }
   const RowLaunch<Program> launch = row_launch(program, operands, plan, forced.device);
   for (int64_t cta = 0; cta < launch.ctas; cta += plan.cluster) {
@@ -34,8 +34,8 @@ void launch_rows(const Program& program, const Operands& operands, bool) {
 
 // What the plan would be: threads, rows, cluster, lanes, groups.
 inline int64_t picked(int sm, int processors, int memory, int64_t rows, int hidden_size, int width, int kept,
-                      bool heavy, int field) {
-  const Plan plan = pick({sm, processors, memory}, rows, hidden_size, width, kept, heavy);
+                      bool heavy, bool layered, int field) {
+  const Plan plan = pick({sm, processors, memory}, rows, hidden_size, width, kept, heavy, layered);
   const int fields[] = {plan.threads, plan.rows, plan.cluster, plan.lanes, plan.groups};
   return fields[field];
 }
@@ -45,10 +45,12 @@ bool any_carries_out(const Plan& plan, int kept, bool whole, TileList<Each...>) 
   return plan.lanes * plan.groups * kGroup * kept <= kRegisterBytes && (carries_out<Each>(plan, whole) || ...);
 }
 
-// Whether there is a kernel for a plan.
-inline bool has_kernel(int threads, int rows, int cluster, int lanes, int groups, int kept, bool whole, bool heavy) {
+// Whether a program of some kind has a kernel for a plan.
+inline bool has_kernel(int threads, int rows, int cluster, int lanes, int groups, int kept, bool whole, bool heavy,
+                       bool layered) {
   const Plan plan{threads, rows, cluster, lanes, groups, false};
-  return heavy ? any_carries_out(plan, kept, whole, decltype(joined(Tiles{}, HeavyTiles{})){}) : any_carries_out(plan, kept, whole, Tiles{});
+  return any_carries_out(plan, kept, whole, Tiles{}) || (heavy && any_carries_out(plan, kept, whole, HeavyTiles{})) ||
+         (layered && any_carries_out(plan, kept, whole, LayerTiles{}));
 }
 
 inline void force(int sm, int shared_memory, int threads, int rows, int cluster, int lanes, int groups) {
