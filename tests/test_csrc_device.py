@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,7 +57,9 @@ def converted(function: Any, values: torch.Tensor, dtype: torch.dtype) -> torch.
 def test_codes(device_code: Any, name: str) -> None:
     values = code_patterns(CODES[name])
     got = converted(device_code[f"narrow_{name}"], values, CODES[name])
-    assert torch.equal(got.view(torch.uint8), encode(values.numpy(), CODES[name]).view(torch.uint8))
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        want = encode(values.numpy(), CODES[name])
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", ["bf16", "f16"])
