@@ -189,12 +189,13 @@ def check_memory(op: Op, tensors: Sequence[torch.Tensor | None]) -> None:
             )
         if operand.written and tensor.is_neg():
             raise ValueError(f"{op.called}: {op.label(operand)} is a negated view, which cannot be written")
-        if operand.written and layout.self_overlaps(tuple(tensor.shape), tensor.stride()):
+        size, stride = op.reach(operand, tensor, tensors)
+        if operand.written and layout.self_overlaps(size, stride):
             raise ValueError(
                 f"{op.called}: {op.label(operand)} is written, so its elements must not overlap; "
                 f"got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
             )
-        block = layout.span(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.element_size())
+        block = layout.span(tensor.data_ptr(), size, stride, tensor.element_size())
         spans.append((operand, tensor, block))
     for i, (left, a, block_a) in enumerate(spans):
         for right, b, block_b in spans[i + 1 :]:

@@ -106,6 +106,7 @@ def warm(
     flags: Mapping[str, str] | None = None,
     unless: Sequence[str] = (),
     seen: Sequence[str] = (),
+    only: Mapping[str, str] | None = None,
     eager: bool,
 ) -> Callable[..., Any]:
     """Compiles the function that stands in front of `cold`.
@@ -118,6 +119,7 @@ def warm(
         flags: parameters of `cold` that ask for an optional output: parameter -> operand.
         unless: parameters that are None in every warm call: with them, `cold` asks another operator.
         seen: further parameters that an entry was made under, after the options.
+        only: parameters that have this value in every warm call.
         eager: called by people, so that modes and profilers must be looked for; else by torch's dispatcher.
     """
     flags = flags or {}
@@ -151,7 +153,7 @@ def warm(
         name=op.name,
         signature=_signature(parameters),
         positional=_positional(parameters),
-        eager=EAGER.format(unless="".join(f" or {name} is not None" for name in unless)) if eager else "",
+        eager=EAGER.format(unless=_elsewhere(unless, only or {})) if eager else "",
         allocate="; ".join(allocate) or "pass",
         x=x,
         state_seen=", ".join(f"{name}_seen" for name in (*op.options, *seen, *flags, "forced")),
@@ -198,6 +200,12 @@ def _spread(op: Op, name: str) -> str:
     default = op.by_value[name][1]
     none = "" if default is None else f"(None, {default!r}) if {name} is None else "
     return f"{none}(None, {name}) if {name}.__class__ is float else split({name!r}, {name})"
+
+
+def _elsewhere(unless: Sequence[str], only: Mapping[str, str]) -> str:
+    """What sends a call to the function behind, whatever the tensors are."""
+    parts = [*(f"{name} is not None" for name in unless), *(f"{name} != {value!r}" for name, value in only.items())]
+    return "".join(f" or {part}" for part in parts)
 
 
 def _same(name: str) -> str:

@@ -89,7 +89,12 @@ def _low(op: Op, tensors: Tensors) -> list[int]:
 
 def _crossing(op: Op, tensors: Tensors) -> dict[tuple[int, int], int]:
     """Distances of the pairs, one of them written, whose byte ranges cross; an output may be the tensor it is like."""
-    spans = [None if t is None or not t.numel() else (t.data_ptr(), t.data_ptr() + layout.extent(t)) for t in tensors]
+    spans = [
+        None
+        if t is None or not t.numel()
+        else (t.data_ptr(), t.data_ptr() + layout.extent(*op.reach(o, t, tensors), t.element_size()))
+        for o, t in zip(op.operands, tensors, strict=True)
+    ]
     found = {}
     for i, a in enumerate(spans):
         for j, b in enumerate(spans):

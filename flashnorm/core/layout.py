@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 Ints = tuple[int, ...]
 
@@ -35,10 +34,9 @@ class Span:
         return self.address + sum(max(0, (n - 1) * s) for n, s in zip(self.sizes, self.strides, strict=True)) + self.run
 
 
-def extent(tensor: Any) -> int:
+def extent(sizes: Ints, strides: Ints, itemsize: int) -> int:
     """Bytes from a tensor's first element to the end of its last."""
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return int((last + 1) * tensor.element_size())
+    return (sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) + 1) * itemsize
 
 
 def span(address: int, sizes: Ints, strides: Ints, itemsize: int) -> Span:

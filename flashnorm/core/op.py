@@ -8,6 +8,7 @@ roofline.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -116,6 +117,13 @@ class Op:
         out, like = (self.operands[self.index(name)] for name in (written, other))
         return out.like == other and out.mode == "out" and out.kind == like.kind == "row"
 
+    def reach(self, operand: Operand, tensor: Any, tensors: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Size and strides of all that a call may touch of an operand's memory: of blocks, the padding too."""
+        if operand.kind != "blocks":
+            return tuple(tensor.shape), tensor.stride()
+        row = next(t for o, t in zip(self.operands, tensors, strict=True) if o.kind == "row" and t is not None)
+        return self.blocks(tensor, math.prod(row.shape[:-1]))
+
     def program_of(self, tensors: Sequence[Any], options: Mapping[str, Any]) -> RowProgram:
         """The program of a call with these tensors (None where absent)."""
         present = frozenset(o.name for o, t in zip(self.operands, tensors, strict=True) if t is not None)
@@ -141,18 +149,26 @@ class Op:
         return f"{self.name}({', '.join(parts)}) -> ()"
 
     # -------------------------------------------------------------- calls
-    def warm(self, *, unless: Sequence[str] = (), seen: Sequence[str] = (), **flags: str) -> Callable[[F], F]:
+    def warm(
+        self,
+        *,
+        unless: Sequence[str] = (),
+        seen: Sequence[str] = (),
+        only: Mapping[str, str] | None = None,
+        **flags: str,
+    ) -> Callable[[F], F]:
         """Decorates the public function: puts the warm call in front of it.
 
         Args:
             unless: parameters with which the function asks another operator.
             seen: further parameters that the function hands to `checked` as `seen`, in this order.
+            only: parameters with the value that they have in a warm call.
             flags: parameters that ask for an optional output: `return_rstd="rstd"`.
         """
         self._asked = tuple(flags.values())
 
         def decorate(cold: F) -> F:
-            more: dict[str, Any] = {"names": self.labels, "flags": flags, "unless": unless, "seen": seen}
+            more: dict[str, Any] = {"names": self.labels, "flags": flags, "unless": unless, "seen": seen, "only": only}
             return cast(F, fastpath.warm(self, self._warm_calls, cold, **more, eager=True))
 
         return decorate

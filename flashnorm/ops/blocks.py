@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from flashnorm import reference
-from flashnorm.core.checks import FLT_MAX
+from flashnorm.core.checks import FLT_MAX, dtype_name
 from flashnorm.core.op import NUMERICS, Op
 from flashnorm.ops import programs
-from flashnorm.program import QuantBlocks, Rms, Round, RowProgram, Stage
+from flashnorm.program import FLOATS, QuantBlocks, Rms, Round, RowProgram, Stage
 
 Tensor = torch.Tensor
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -190,7 +190,8 @@ def fused_add_rmsnorm_fp8_block_quant(
     FP8_BLOCK_QUANT.checked(input, residual, weight, out, block_scale, normed_out, eps, numerics, enable_pdl)
 
 
-@DYNAMIC_QUANT.warm(unless=("residual",), seen=("dtype", "scale_layout"))
+# Columns may end before their padding does, which only the function behind looks at.
+@DYNAMIC_QUANT.warm(unless=("residual",), seen=("dtype", "scale_layout"), only={"scale_layout": "row"})
 def rmsnorm_dynamic_quant(
     input: torch.Tensor,
     weight: torch.Tensor | None,
@@ -250,13 +251,12 @@ def rmsnorm_dynamic_quant(
         raise TypeError(f"{op.called}: input must be a torch.Tensor, got {type(input).__name__}")
     made = _dynamic_outputs(op, input, granularity, dtype, scale_format, scale_layout, scale_ub, out, scale)
     _dtype_of_input(op, "normed_out", normed_out, input)
-    if residual is not None:
-        more: dict[str, Any] = {"numerics": numerics, "granularity": granularity, "scale_format": scale_format}
-        result = _fused_add_dynamic_quant(input, residual, weight, *made, scale_ub, normed_out, eps, enable_pdl, **more)
+    more: dict[str, Any] = {"numerics": numerics, "granularity": granularity, "scale_format": scale_format}
+    rest = (weight, *made, scale_ub, normed_out, eps, enable_pdl)
+    if residual is None:
+        result = _dynamic_quant(input, *rest, **more, dtype=dtype, scale_layout=scale_layout)
     else:
-        options = (numerics, granularity, scale_format)
-        given = (input, weight, *made, scale_ub, normed_out)
-        result = op.checked(*given, eps, *options, enable_pdl, seen=(dtype, scale_layout))
+        result = _fused_add_dynamic_quant(input, residual, *rest, **more)
     pair: tuple[torch.Tensor, torch.Tensor] = result
     return pair
 
@@ -284,6 +284,31 @@ def _fused_add_dynamic_quant(
     return pair
 
 
+@DYNAMIC_QUANT.warm(seen=("dtype", "scale_layout"))
+def _dynamic_quant(
+    input: Tensor,
+    weight: Tensor | None,
+    out: Tensor,
+    scale: Tensor,
+    scale_ub: float | Tensor | None,
+    normed_out: Tensor | None,
+    eps: float,
+    enable_pdl: bool | None,
+    *,
+    numerics: str,
+    granularity: str | int,
+    scale_format: str,
+    dtype: torch.dtype | None,
+    scale_layout: str,
+) -> tuple[Tensor, Tensor]:
+    """`rmsnorm_dynamic_quant` after its checks; behind the public function, with which it shares its warm calls."""
+    options = (numerics, granularity, scale_format)
+    given = (input, weight, out, scale, scale_ub, normed_out)
+    seen = (dtype, scale_layout)
+    pair: tuple[Tensor, Tensor] = DYNAMIC_QUANT.checked(*given, eps, *options, enable_pdl, seen=seen)
+    return pair
+
+
 # ------------------------------------------------------------------ checks, and what is allocated
 def _whole_blocks(op: Op, input: Any) -> None:
     if isinstance(input, torch.Tensor) and input.dim() and input.shape[-1] % BLOCK:
@@ -293,7 +318,7 @@ def _whole_blocks(op: Op, input: Any) -> None:
 
 def _dtype_of_input(op: Op, name: str, tensor: Any, input: Any) -> None:
     both = isinstance(tensor, torch.Tensor) and isinstance(input, torch.Tensor)
-    if both and tensor.dtype != input.dtype:
+    if both and dtype_name(input) in FLOATS and tensor.dtype != input.dtype:  # a wrong input is named by itself
         raise ValueError(f"{op.called}: {name} must have the dtype of input, {input.dtype}, got {tensor.dtype}")
 
 
@@ -314,7 +339,11 @@ def _dynamic_outputs(
         raise ValueError(f"{op.called}: {text}")
 
     def one_of(name: str, value: Any, accepted: Any) -> None:
-        if value not in accepted:
+        try:
+            fine = value in accepted
+        except TypeError:  # not hashable
+            fine = False
+        if not fine:
             refuse(f"{name} must be one of {sorted(map(str, accepted))}, got {value!r}")
 
     one_of("granularity", granularity, GRANULARITY)

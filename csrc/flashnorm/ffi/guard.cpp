@@ -7,6 +7,7 @@
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <utility>
@@ -121,6 +122,13 @@ struct Guard {
 
 std::vector<int64_t> integers(const Array<int64_t>& list) { return {list.begin(), list.end()}; }
 
+// Bytes from the first element to the end of the last.
+int64_t extent(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides, DLDataType dtype) {
+  int64_t last = 0;
+  for (size_t d = 0; d < shape.size(); ++d) last += (shape[d] - 1) * strides[d];
+  return (last + 1) * ((int64_t(dtype.bits) * dtype.lanes + 7) / 8);
+}
+
 // guard(launch, leading, kept, flags, views, *tensors) -> callable(*leading, *tensors) -> bool
 //   kept: which of the leading arguments are handed on
 //   flags: for each tensor [written, aligned, operand it may be or -1]
@@ -144,10 +152,7 @@ void make_guard(PackedArgs args, Any* result) {
       operand.dtype = t.dtype;
       operand.shape.assign(t.shape, t.shape + t.ndim);
       operand.strides.assign(t.strides, t.strides + t.ndim);
-      const int64_t itemsize = (int64_t(t.dtype.bits) * t.dtype.lanes + 7) / 8;
-      int64_t last = 0;
-      for (int d = 0; d < t.ndim; ++d) last += (t.shape[d] - 1) * t.strides[d];
-      operand.bytes = (last + 1) * itemsize;
+      operand.bytes = extent(operand.shape, operand.strides, t.dtype);
       first[i] = address_of(t);
       operand.low_mask = flags[i][1] != 0 ? 15 : 0;
       operand.low = first[i] & operand.low_mask;
@@ -156,6 +161,8 @@ void make_guard(PackedArgs args, Any* result) {
         operand.viewed = true;
         operand.view_shape = integers(view[0].cast<Array<int64_t>>());
         operand.view_strides = integers(view[1].cast<Array<int64_t>>());
+        // A view of blocks reaches into their padding.
+        operand.bytes = std::max(operand.bytes, extent(operand.view_shape, operand.view_strides, t.dtype));
       }
     }
     guard.operands.push_back(std::move(operand));
