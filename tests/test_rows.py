@@ -228,6 +228,9 @@ def test_arguments_that_do_not_go(device: torch.device) -> None:
     refused(device, "input must have dtype", input=codes)
     refused(device, "input must have dtype", input_scale=torch.ones(1))
     refused(device, "input_scale must be a torch.Tensor", TypeError, input=codes, input_scale=0.5)
+    scaled = {"input": codes, "input_scale": torch.ones(1)}  # the weight's dtype is the result's
+    refused(device, "weight must be a torch.Tensor", TypeError, **scaled, weight="ones")
+    refused(device, "weight must have dtype", **scaled, weight=torch.ones(128, dtype=torch.int32))
     for shape in ((2,), (5, 2), (4, 1), (1, 5), (128,), (0,)):
         refused(device, "input_scale must have shape", input=codes, input_scale=torch.ones(shape))
     for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int32):

@@ -23,7 +23,8 @@ def new_out(op: Op, input: Any, weight: Any, out: Any, row_index: Any) -> torch.
         return out
     dtype = input.dtype
     if not dtype.is_floating_point:
-        dtype = torch.bfloat16 if weight is None else weight.dtype
+        of_weight = isinstance(weight, torch.Tensor) and weight.dtype.is_floating_point
+        dtype = weight.dtype if of_weight else torch.bfloat16  # a wrong weight is named later
     rows = input.shape[:-1] if row_index is None else row_index.shape
     return torch.empty((*rows, input.shape[-1]), dtype=dtype, device=input.device)
 
