@@ -17,6 +17,7 @@ from torch import nn
 
 import flashnorm
 from flashnorm.integrations.transformers import FAMILIES, patch, unpatch
+from tests.tolerance import FP32_OF_LARGEST, FP32_RELATIVE
 
 pytestmark = pytest.mark.cpu_only
 
@@ -129,7 +130,7 @@ def test_eps_and_weight_are_read_at_the_call() -> None:
     with torch.no_grad():
         got = norm(x)
         unpatch(norm)
-        torch.testing.assert_close(got, norm(x), rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close(got, norm(x), rtol=FP32_RELATIVE, atol=FP32_OF_LARGEST)
 
 
 def test_a_gradient_is_never_lost(calls: list[tuple[str, str]]) -> None:
@@ -309,7 +310,7 @@ def test_module_rounds_where_the_original_does(model_type: str, dtype: torch.dty
         with flashnorm.backend("torch"):
             assert torch.equal(norm(x), want)
     if dtype is torch.float32:
-        torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close(got, want, rtol=FP32_RELATIVE, atol=FP32_OF_LARGEST)
         return
     different = got != want
     assert different.float().mean().item() <= 1e-4
