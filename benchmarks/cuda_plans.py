@@ -113,13 +113,14 @@ def held_bytes(name: str) -> int:
     return 4 if dtype_of(name, "x") in (F, I8) else 2
 
 
-def is_heavy(name: str) -> bool:
-    """ffi/plan.h's is_heavy."""
+def further_tiles(name: str) -> int:
+    """Which tiles a program has beside those that all have: ffi/launch.h's numbers for them."""
     program, _ = BUILDS[name]
+    if isinstance(program.stats, MeanVar):
+        return 2
     size = {F: 4, I8: 1}
     read = sum(size.get(dtype_of(name, o.name), 2) for o in program.load.operands() if o.kind in ("row", "pool"))
-    much = isinstance(program.stats, MeanVar) or not isinstance(program.store, Cast)
-    return read == 1 or (read == 2 and much)
+    return int(read == 1 or (read == 2 and not isinstance(program.store, Cast)))
 
 
 def plans(module: Any, name: str, m: int, h: int) -> Iterator[Plan]:
@@ -129,13 +130,13 @@ def plans(module: Any, name: str, m: int, h: int) -> Iterator[Plan]:
         lanes *= 2
     numbers = [int(word) for word in module["tiles"]().split()]
     for at in range(0, len(numbers), 6):
-        threads, cluster, held, groups, shifted, heavy = numbers[at : at + 6]
+        threads, cluster, held, groups, shifted, programs = numbers[at : at + 6]
         some_rows = threads < 128
         threads = threads or lanes // max(1, held)
         turns = -(-h // 8192)
         fits = turns <= groups < 2 * turns and held * groups * 8 * held_bytes(name) <= 256
         fits = fits or (held == 0 and turns > 1)
-        fits = fits and (not heavy or is_heavy(name))
+        fits = fits and programs in (0, further_tiles(name))
         if bool(shifted) != (h % 8 != 0) or threads * cluster * max(1, held) != lanes or not fits:
             continue
         for cta in (64, 128, 256) if some_rows and threads < 256 else (threads,):

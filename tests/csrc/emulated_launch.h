@@ -49,8 +49,9 @@ bool any_carries_out(const Plan& plan, int kept, bool whole, TileList<Each...>) 
 inline bool has_kernel(int threads, int rows, int cluster, int lanes, int groups, int kept, bool whole, bool heavy,
                        bool layered) {
   const Plan plan{threads, rows, cluster, lanes, groups, false};
-  return any_carries_out(plan, kept, whole, Tiles{}) || (heavy && any_carries_out(plan, kept, whole, HeavyTiles{})) ||
-         (layered && any_carries_out(plan, kept, whole, LayerTiles{}));
+  return any_carries_out(plan, kept, whole, Tiles{}) ||
+         (layered ? any_carries_out(plan, kept, whole, LayerTiles{})
+                  : heavy && any_carries_out(plan, kept, whole, HeavyTiles{}));
 }
 
 inline void force(int sm, int shared_memory, int threads, int rows, int cluster, int lanes, int groups) {

@@ -53,8 +53,7 @@ class RowSums {
     }
     FN_HOST_DEVICE void part(float (&d)[kStep], int col, int count) const {
       row.part(d, col, count);
-      FN_UNROLL
-      for (int i = 0; i < kStep; ++i) d[i] = fp::sub(d[i], i < count ? mean : 0.0f);
+      centre(d, mean, count);
     }
   };
 

@@ -80,18 +80,18 @@ inline void force_plan(int threads, int rows, int cluster, int lanes, int groups
   forced_plan() = {threads, rows, cluster, lanes, groups, prefetch};
 }
 
-// threads, cluster, lanes, groups, whether it is for rows that are not whole aligned groups, and whether only heavy
-// programs have it, of every tile.
+// threads, cluster, lanes, groups, whether it is for rows that are not whole aligned groups, and which programs have it
+// (0: all, 1: heavy ones, 2: those of several sums), of every tile.
 inline std::string tiles() {
   std::string text;
-  const auto describe = [&](auto tile, bool heavy) {
+  const auto describe = [&](auto tile, int programs) {
     const bool shifted = std::is_same_v<typename decltype(tile)::Access, Shifted>;
-    const int numbers[] = {tile.kThreads, tile.kCluster, tile.kLanes, tile.kGroups, int(shifted), int(heavy)};
+    const int numbers[] = {tile.kThreads, tile.kCluster, tile.kLanes, tile.kGroups, int(shifted), programs};
     for (const int number : numbers) text += std::to_string(number) + " ";
   };
-  for_each_tile([&](auto tile) { describe(tile, false); }, Tiles{});
-  for_each_tile([&](auto tile) { describe(tile, true); }, HeavyTiles{});
-  for_each_tile([&](auto tile) { describe(tile, true); }, LayerTiles{});
+  for_each_tile([&](auto tile) { describe(tile, 0); }, Tiles{});
+  for_each_tile([&](auto tile) { describe(tile, 1); }, HeavyTiles{});
+  for_each_tile([&](auto tile) { describe(tile, 2); }, LayerTiles{});
   return text;
 }
 #endif

@@ -17,45 +17,31 @@ namespace flashnorm {
 
 using tvm::ffi::TensorView;
 
+template <int kCode, int kBits>
+struct Dtype {
+  static constexpr DLDataType value{kCode, kBits, 1};
+};
+
 template <class T>
 struct ElementType;
 template <>
-struct ElementType<float> {
-  static constexpr DLDataType value{kDLFloat, 32, 1};
-};
+struct ElementType<float> : Dtype<kDLFloat, 32> {};
 template <>
-struct ElementType<f16> {
-  static constexpr DLDataType value{kDLFloat, 16, 1};
-};
+struct ElementType<f16> : Dtype<kDLFloat, 16> {};
 template <>
-struct ElementType<bf16> {
-  static constexpr DLDataType value{kDLBfloat, 16, 1};
-};
-
+struct ElementType<bf16> : Dtype<kDLBfloat, 16> {};
 template <>
-struct ElementType<e4m3> {
-  static constexpr DLDataType value{kDLFloat8_e4m3fn, 8, 1};
-};
+struct ElementType<e4m3> : Dtype<kDLFloat8_e4m3fn, 8> {};
 template <>
-struct ElementType<e5m2> {
-  static constexpr DLDataType value{kDLFloat8_e5m2, 8, 1};
-};
+struct ElementType<e5m2> : Dtype<kDLFloat8_e5m2, 8> {};
 template <>
-struct ElementType<int8_t> {
-  static constexpr DLDataType value{kDLInt, 8, 1};
-};
+struct ElementType<int8_t> : Dtype<kDLInt, 8> {};
 template <>
-struct ElementType<uint8_t> {
-  static constexpr DLDataType value{kDLUInt, 8, 1};
-};
+struct ElementType<uint8_t> : Dtype<kDLUInt, 8> {};
 template <>
-struct ElementType<int32_t> {
-  static constexpr DLDataType value{kDLInt, 32, 1};
-};
+struct ElementType<int32_t> : Dtype<kDLInt, 32> {};
 template <>
-struct ElementType<int64_t> {
-  static constexpr DLDataType value{kDLInt, 64, 1};
-};
+struct ElementType<int64_t> : Dtype<kDLInt, 64> {};
 
 constexpr int64_t kMaxHiddenSize = 262144;
 

@@ -54,10 +54,11 @@ using HeavyTiles = TileList<    //
     Tile<64, 1, 4, 1>,          // many rows of up to 2048
     Tile<128, 1, 4, 1>>;        // of up to 4096
 
-// Further tiles for programs of several sums and two vectors (LayerNorm): few threads, which load the vectors late,
-// leave registers for several rows on a processor. Where one has the shape of a tile above, it takes its place.
+// In their place for programs of several sums and two vectors (LayerNorm): few threads, which load the vectors late,
+// leave registers for several rows on a processor.
 using LayerTiles = TileList<            //
-    Tile<128, 1, 4, 1, Whole, false>,   // many rows of up to 4096
+    Tile<64, 1, 4, 1>,                  // many rows of up to 2048
+    Tile<128, 1, 4, 1, Whole, false>,   // of up to 4096
     Tile<128, 1, 8, 1, Whole, false>,   // of up to 8192
     Tile<256, 1, 4, 2, Whole, false>>;  // of up to 16384
 
@@ -78,11 +79,11 @@ constexpr bool is_layered() {
   return decltype(Program::stats)::kSums > 1;
 }
 
+template <bool kHeavy, bool kLayered>
+using FurtherTiles =
+    std::conditional_t<kLayered, LayerTiles, std::conditional_t<kHeavy, HeavyTiles, TileList<>>>;
 template <class Program>
-using HeavyTilesOf = std::conditional_t<is_heavy<Program>(), decltype(joined(Tiles{}, HeavyTiles{})), Tiles>;
-template <class Program>
-using TilesOf = std::conditional_t<is_layered<Program>(), decltype(joined(HeavyTilesOf<Program>{}, LayerTiles{})),
-                                   HeavyTilesOf<Program>>;
+using TilesOf = decltype(joined(Tiles{}, FurtherTiles<is_heavy<Program>(), is_layered<Program>()>{}));
 
 // A thread's part of a row stays in registers up to this many bytes, else in shared memory.
 constexpr int kRegisterBytes = 256;
@@ -151,7 +152,7 @@ inline Plan pick_for_many_layered(int hidden_size, int size, bool some, bool hea
 // The plan for rows of `hidden_size` elements. Figures from an H200 (benchmarks/tune_cuda.py), bfloat16, in rows a
 // processor.
 inline Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int width, int kept_bytes, bool heavy,
-                 bool layered = false) {
+                 bool layered) {
   if (width < kGroup) {
     Plan plan = pick_shifted(hidden_size);
     plan.prefetch = 4 * rows <= 5 * device.processors;

@@ -81,12 +81,8 @@ class RegisterRow {
   FN_DEVICE float sum_squares() { return sum_of<Squares>(); }
   FN_DEVICE Deviations deviations(float mean) {
     float sums[2];
-    fold<Values, Squares>(sums, [&](float (&v)[kGroup], int i) {
-      // A missing element stays the +0 that it is.
-      const int count = elements_of<Access>(place_, col(i));
-      FN_UNROLL
-      for (int j = 0; j < kGroup; ++j) v[j] = fp::sub(v[j], j < count ? mean : 0.0f);
-    });
+    fold<Values, Squares>(
+        sums, [&](float (&v)[kGroup], int i) { centre(v, mean, elements_of<Access>(place_, col(i))); });
     return {sums[0], sums[1]};
   }
 

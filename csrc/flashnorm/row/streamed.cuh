@@ -56,11 +56,7 @@ class StreamedRow {
   FN_DEVICE float sum_squares() { return sum_of<Squares>(); }
   FN_DEVICE Deviations deviations(float mean) {
     float sums[2];
-    fold<Values, Squares>(sums, [&](float (&v)[kGroup], int count) {
-      // A missing element stays the +0 that it is.
-      FN_UNROLL
-      for (int j = 0; j < kGroup; ++j) v[j] = fp::sub(v[j], j < count ? mean : 0.0f);
-    });
+    fold<Values, Squares>(sums, [&](float (&v)[kGroup], int count) { centre(v, mean, count); });
     return {sums[0], sums[1]};
   }
 

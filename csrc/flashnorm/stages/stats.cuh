@@ -34,6 +34,13 @@ struct Deviations {
   float squares;
 };
 
+// v <- sub(v, mean) for the `count` elements that are there; a missing one stays the +0 that it is.
+template <int N>
+FN_HOST_DEVICE void centre(float (&v)[N], float mean, int count) {
+  FN_UNROLL
+  for (int i = 0; i < N; ++i) v[i] = fp::sub(v[i], i < count ? mean : 0.0f);
+}
+
 // m1 = div(sum(h), H); d = sub(h, m1); m2 = div(sum(d), H); var = max(0, fma(-m2, m2, div(sum(d*d), H)));
 // rstd = div(1, sqrt(add(var, eps))); n = mul(sub(d, m2), rstd)
 //
