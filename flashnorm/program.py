@@ -213,7 +213,9 @@ class QuantBlocks(Stage):
 
     def operands(self) -> tuple[Operand, ...]:
         kept = ("int32",) if self.packed else ("uint8",) if self.ue8m0 else ("float32",)
-        out = [Operand("out", "row", "out", (*FP8, "int8")), Operand("scale", "blocks", "out", kept)]
+        # The ratio is the 1x128 recipe of block-scaled GEMMs, which is of e4m3fn alone.
+        codes = ("float8_e4m3fn",) if self.ratio else (*FP8, "int8")
+        out = [Operand("out", "row", "out", codes), Operand("scale", "blocks", "out", kept)]
         if self.cap == "device":
             out.append(Operand("scale_ub", "scalar"))
         if self.side:
@@ -223,10 +225,13 @@ class QuantBlocks(Stage):
     def scalars(self) -> tuple[str, ...]:
         return ("scale_ub_value",) if self.cap == "value" else ()
 
+    def blocks(self, hidden_size: int) -> int:
+        """Blocks of a row."""
+        return -(-hidden_size // self.block) if self.block else 1
+
     def columns(self, hidden_size: int) -> int:
         """B: elements of `scale` for one row."""
-        blocks = -(-hidden_size // self.block) if self.block else 1
-        return -(-blocks // 4) if self.packed else blocks
+        return -(-self.blocks(hidden_size) // 4) if self.packed else self.blocks(hidden_size)
 
 
 # ------------------------------------------------------------------ saved for a backward, or for the caller

@@ -107,9 +107,7 @@ class Launch:
             case "pool":
                 return (POOL, hidden), (stride, 1)
             case "blocks":
-                from flashnorm.kernels.blocks import stored_in_row
-
-                count, self.grid_rows = stored_in_row(self.program.store, hidden), self.rows + padding
+                count, self.grid_rows = self.program.store.columns(hidden), self.rows + padding
                 return (self.grid_rows, count), (1, self.grid_rows) if column else (count, 1)
             case "vec" if operand.name not in self.variant.row_vecs:
                 return (hidden,), (1,)

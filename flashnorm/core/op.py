@@ -41,7 +41,7 @@ class Op:
         operands: of the program with everything present; the order of the tensors everywhere.
         scalars: names of the run-time fp32 values.
         options: accepted values of each compile-time choice, with what each stands for.
-        optional: operands a call may leave out.
+        optional: operands a call may leave out; names that the operator does not have are passed over.
         reference: the formula in plain PyTorch, and the `torch` route.
         routes: that the operator has.
         broadcast_vecs: a vector may be given per head or per row.
@@ -81,7 +81,6 @@ class Op:
         self.program = program
         self.reference = reference
         self.options = options
-        self.optional = tuple(optional)
         self.routes = routes
         self.broadcast_vecs = broadcast_vecs
         self.by_value = dict(by_value or {})
@@ -92,11 +91,12 @@ class Op:
         first = {key: next(iter(values)) for key, values in options.items()}
         full = program(_Everything(), first)
         self.operands: tuple[Operand, ...] = full.operands()
+        self._index = {o.name: i for i, o in enumerate(self.operands)}
+        self.optional = tuple(name for name in optional if name in self._index)
         self.scalars = tuple(dict.fromkeys((*full.scalars(), *numbers)))
         outs = (o.name for o in self.operands if o.mode == "out" and o.name not in self.optional)
         self.returns = tuple(outs if returns is None else returns)
         self.encoded = tuple(i for i, o in enumerate(self.operands) if set(o.dtypes) & set(FP8))
-        self._index = {o.name: i for i, o in enumerate(self.operands)}
         self._asked: tuple[str, ...] = ()
         self._warm_calls: fastpath.Recent = {}
         self._warm_kernels: fastpath.Recent = {}
@@ -258,7 +258,7 @@ class Op:
         """Whether torch must see the call: a subclass, a mode, functorch, a profiler, or a gradient."""
         present = [t for t in tensors if t is not None]
         return bool(
-            any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in present)
+            any(type(t) not in checks.PLAIN for t in present)
             or fastpath.watched()
             or (torch.is_grad_enabled() and any(t.requires_grad for t in present))
             or any(t.device.type == "meta" for t in present)

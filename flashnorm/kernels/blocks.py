@@ -18,17 +18,6 @@ FLT_MAX = (2 - 2**-23) * 2.0**127
 PACKED = 4  # bytes of an int32
 
 
-def blocks_in_row(stage, hidden_size):
-    """Scales of a row."""
-    return -(-hidden_size // stage.block) if stage.block else 1
-
-
-def stored_in_row(stage, hidden_size):
-    """B: values of a row in the operand that takes the scales."""
-    count = blocks_in_row(stage, hidden_size)
-    return -(-count // PACKED) if stage.packed else count
-
-
 class QuantBlocksStore:
     """a from a block's largest |y|; s = div(a, Q), or a power of two; out = cast(mul(y, div(1, s)))."""
 
@@ -102,7 +91,7 @@ class QuantBlocksStore:
 
     def _clear_rest(self):
         """Zero the bytes of a packed scale that no block has."""
-        count = blocks_in_row(self.stage, self.k.tile.hidden_size)
+        hidden_size = self.k.tile.hidden_size
         first = (self.k.thread == Int32(0)).to(Int32)
-        for missing in range(count, stored_in_row(self.stage, self.k.tile.hidden_size) * PACKED):
+        for missing in range(self.stage.blocks(hidden_size), self.stage.columns(hidden_size) * PACKED):
             self.k.store_block("scale", Int32(missing), Int32(0).ir_value(), first)

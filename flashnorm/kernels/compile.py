@@ -10,11 +10,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from flashnorm.kernels.blocks import stored_in_row
 from flashnorm.kernels.plans import plans_for
 from flashnorm.kernels.row_forward import RowForward
 from flashnorm.kernels.tile import WIDTH, sm_of
-from flashnorm.program import Operand, Variant
+from flashnorm.program import Operand, QuantBlocks, Variant
 
 ENTRY_POINT = "launch"
 _TRACING = threading.Lock()  # the DSL traces one function at a time in a process
@@ -62,7 +61,9 @@ def fake(operand: Operand, variant: Variant, sizes: Sizes):
     name, hidden = variant.dtype(operand.name), variant.hidden_size
     outer: tuple = sizes.outer
     if operand.kind == "blocks":
-        outer = (cute.sym_int64(), stored_in_row(variant.program.store, hidden))
+        store = variant.program.store
+        assert isinstance(store, QuantBlocks)
+        outer = (cute.sym_int64(), store.columns(hidden))
     elif operand.kind in ("pool", "per_pool"):
         outer = (sizes.pool,)
     elif operand.kind == "scalar":

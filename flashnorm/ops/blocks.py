@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashnorm import reference
-from flashnorm.core.checks import FLT_MAX, dtype_name
+from flashnorm.core.checks import FLT_MAX, check_option, dtype_name
 from flashnorm.core.op import NUMERICS, Op
 from flashnorm.ops import programs
 from flashnorm.program import FLOATS, QuantBlocks, Rms, Round, RowProgram, Stage
@@ -185,8 +185,6 @@ def fused_add_rmsnorm_fp8_block_quant(
     """
     _whole_blocks(FP8_BLOCK_QUANT, input)
     _dtype_of_input(FP8_BLOCK_QUANT, "normed_out", normed_out, input)
-    if isinstance(out, torch.Tensor) and out.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"fused_add_rmsnorm_fp8_block_quant: out must have dtype float8_e4m3fn, got {out.dtype}")
     FP8_BLOCK_QUANT.checked(input, residual, weight, out, block_scale, normed_out, eps, numerics, enable_pdl)
 
 
@@ -338,18 +336,14 @@ def _dynamic_outputs(
     def refuse(text: str) -> None:
         raise ValueError(f"{op.called}: {text}")
 
-    def one_of(name: str, value: Any, accepted: Any) -> None:
-        try:
-            fine = value in accepted
-        except TypeError:  # not hashable
-            fine = False
-        if not fine:
+    options = {"granularity": granularity, "scale_format": scale_format}
+    options = {name: check_option(op, name, value) for name, value in options.items()}
+    for name, value, accepted in (
+        ("scale_layout", scale_layout, ("row", "column")),
+        ("dtype", dtype, (*OUT_DTYPES, None)),
+    ):
+        if value not in accepted:
             refuse(f"{name} must be one of {sorted(map(str, accepted))}, got {value!r}")
-
-    one_of("granularity", granularity, GRANULARITY)
-    one_of("scale_format", scale_format, SCALE_FORMAT)
-    one_of("scale_layout", scale_layout, ("row", "column"))
-    one_of("dtype", dtype, (*OUT_DTYPES, None))
     if scale_format == "ue8m0_packed" and (granularity == "token" or scale_layout != "column"):
         refuse("scale_format 'ue8m0_packed' needs granularity 128 and scale_layout 'column'")
     if scale_ub is not None and granularity != "token":
@@ -362,7 +356,7 @@ def _dynamic_outputs(
         out = torch.empty(input.shape, dtype=dtype or OUT_DTYPES[0], device=input.device)
     hidden = input.shape[-1]
     rows = input.numel() // hidden if hidden else 0
-    store = _dynamic_store(frozenset(), {"granularity": GRANULARITY[granularity], "scale_format": scale_format})
+    store = _dynamic_store(frozenset(), options)
     assert isinstance(store, QuantBlocks)
     columns, stride = store.columns(hidden), (1, padded(rows))
     if scale is None:

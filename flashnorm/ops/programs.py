@@ -1,4 +1,4 @@
-"""What the operators' programs have in common: how options and the operands that are there become stages.
+"""What the operators' declarations have in common: how options and the operands that are there become stages.
 
 arithmetic.md's modes are two switches: whether the normalised residual is the stored one, and whether the norm is
 rounded before its weight ("hf-llama", plain RMSNorm weights only).
@@ -6,10 +6,12 @@ rounded before its weight ("hf-llama", plain RMSNorm weights only).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from flashnorm.program import AddResidual, Affine, AffineBias, Bias, LoadRow, QuantTensor, Round, Stage
+from flashnorm.core.op import NUMERICS, Op
+from flashnorm.program import AddResidual, Affine, AffineBias, Bias, LoadRow, QuantTensor, Round, RowProgram, Stage
 
 Present = frozenset[str]
 Options = Mapping[str, Any]
@@ -50,3 +52,41 @@ def quant_tensor(present: Present) -> QuantTensor:
 
 
 SCALE = {"scale": ("scale_value", None)}  # a number, or a tensor of one element
+
+
+def rms_op(
+    name: str,
+    functional: Op | None = None,
+    *,
+    program: Callable[..., RowProgram],
+    formulas: Mapping[str | None, Callable[..., None]],
+    optional: tuple[str, ...],
+    offset: float = 0.0,
+    residual: str | None = None,
+    rows: bool = False,
+    **more: Any,
+) -> Op:
+    """One of a family of RMSNorms: plain, over rows that are picked or widened, or with a residual.
+
+    Args:
+        name, functional: of the operator.
+        program: takes `offset`, `residual` and `rows` as keywords.
+        formulas: by `residual`.
+        optional: operands that calls may leave out, beside those that rows come with.
+        offset: added to the weight.
+        residual, rows: as `load` takes them.
+        more: further arguments of `Op`.
+    """
+    absent = {} if residual or rows else {"row_index": None, "input_scale": None}
+    return Op(
+        name,
+        program=functools.partial(program, offset=offset, residual=residual, rows=rows),
+        reference=functools.partial(formulas[residual], offset=offset, **absent),
+        options={"numerics": NUMERICS},
+        optional=("row_index", "input_scale", *optional),
+        broadcast_vecs=residual is None,
+        functional=functional,
+        public=residual != "h" and not rows,
+        called=name.removesuffix("_rows"),
+        **more,
+    )

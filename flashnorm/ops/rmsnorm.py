@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashnorm import reference
-from flashnorm.core.op import NUMERICS, Op
+from flashnorm.core.op import Op
 from flashnorm.ops import programs
 from flashnorm.ops.rows import check_index, new_out
 from flashnorm.program import Cast, Rms, RowProgram, SaveRstd
@@ -18,12 +18,7 @@ Tensor = torch.Tensor
 
 
 def _program(
-    present: programs.Present,
-    options: programs.Options,
-    *,
-    offset: float = 0.0,
-    residual: str | None = None,
-    rows: bool = False,
+    present: programs.Present, options: programs.Options, *, offset: float, residual: str | None, rows: bool
 ) -> RowProgram:
     return RowProgram(
         load=programs.load(present, options, residual, rows),
@@ -39,23 +34,7 @@ _FORMULAS: dict[str | None, Callable[..., None]] = {
     "residual": reference.fused_add_rmsnorm,
     "h": reference.add_rmsnorm,
 }
-
-
-def _declare(name: str, functional: Op | None = None, **kind: Any) -> Op:
-    residual, rows = kind.get("residual"), kind.get("rows", False)
-    absent = {} if residual or rows else {"row_index": None, "input_scale": None}
-    return Op(
-        name,
-        program=functools.partial(_program, **kind),
-        reference=functools.partial(_FORMULAS[residual], offset=kind.get("offset", 0.0), **absent),
-        options={"numerics": NUMERICS},
-        optional=("weight",) if residual else ("row_index", "input_scale", "weight", "rstd"),
-        broadcast_vecs=residual is None,
-        functional=functional,
-        public=residual != "h" and not rows,
-        called=name.removesuffix("_rows"),
-    )
-
+_declare = functools.partial(programs.rms_op, program=_program, formulas=_FORMULAS, optional=("weight", "rstd"))
 
 RMSNORM = _declare("rmsnorm")
 RMSNORM_ROWS = _declare("rmsnorm_rows", rows=True)
@@ -65,6 +44,13 @@ ADD_RMSNORM = _declare("add_rmsnorm", residual="h")
 GEMMA_ADD_RMSNORM = _declare("gemma_add_rmsnorm", residual="h", offset=1.0)
 FUSED_ADD_RMSNORM = _declare("fused_add_rmsnorm", ADD_RMSNORM, residual="residual")
 GEMMA_FUSED_ADD_RMSNORM = _declare("gemma_fused_add_rmsnorm", GEMMA_ADD_RMSNORM, residual="residual", offset=1.0)
+
+
+def _checked(op: Op, tensors: tuple[Any, ...], like: Any, return_rstd: bool, *rest: Any) -> Any:
+    """The cold call, with rstd where it is asked for: one value a row of `like`."""
+    rstd = op.empty("rstd", like) if return_rstd else None
+    y = op.checked(*tensors, rstd, *rest)
+    return y if rstd is None else (y, rstd)
 
 
 def _rows(op: Op) -> Callable[..., Any]:
@@ -83,11 +69,15 @@ def _rows(op: Op) -> Callable[..., Any]:
         numerics: str,
         return_rstd: bool,
     ) -> Any:
-        rstd = op.empty("rstd", out) if return_rstd else None
-        y = op.checked(input, row_index, input_scale, weight, out, rstd, eps, numerics, enable_pdl)
-        return y if rstd is None else (y, rstd)
+        tensors = (input, row_index, input_scale, weight, out)
+        return _checked(op, tensors, out, return_rstd, eps, numerics, enable_pdl)
 
-    return rows
+    def call(input: Any, weight: Any, out: Any, row_index: Any, input_scale: Any, *rest: Any, **more: Any) -> Any:
+        out = new_out(op, input, weight, out, row_index)
+        check_index(op, input, row_index)
+        return rows(input, row_index, input_scale, weight, out, *rest, **more)
+
+    return call
 
 
 _RMSNORM_ROWS, _GEMMA_RMSNORM_ROWS = _rows(RMSNORM_ROWS), _rows(GEMMA_RMSNORM_ROWS)
@@ -140,14 +130,13 @@ def rmsnorm(
             `row_index` on the CPU.
         RuntimeError: where no route serves the device, or a gradient would be lost.
     """
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     if row_index is not None or input_scale is not None:
-        out = new_out(RMSNORM_ROWS, input, weight, out, row_index)
-        check_index(RMSNORM_ROWS, input, row_index)
-        more = {"numerics": numerics, "return_rstd": return_rstd}
-        return _RMSNORM_ROWS(input, row_index, input_scale, weight, out, eps, enable_pdl, **more)
-    rstd = RMSNORM.empty("rstd", input) if return_rstd else None
-    y: torch.Tensor = RMSNORM.checked(input, weight, out, rstd, eps, numerics, enable_pdl)
-    return y if rstd is None else (y, rstd)
+        more: dict[str, Any] = {"numerics": numerics, "return_rstd": return_rstd}
+        result = _RMSNORM_ROWS(input, weight, out, row_index, input_scale, eps, enable_pdl, **more)
+    else:
+        result = _checked(RMSNORM, (input, weight, out), input, return_rstd, eps, numerics, enable_pdl)
+    return result
 
 
 @GEMMA_RMSNORM.warm(unless=("row_index", "input_scale"), return_rstd="rstd")
@@ -169,14 +158,13 @@ def gemma_rmsnorm(
 
     One rounding at the end in every mode. Arguments, results and errors are those of `rmsnorm`.
     """
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     if row_index is not None or input_scale is not None:
-        out = new_out(GEMMA_RMSNORM_ROWS, input, weight, out, row_index)
-        check_index(GEMMA_RMSNORM_ROWS, input, row_index)
-        more = {"numerics": numerics, "return_rstd": return_rstd}
-        return _GEMMA_RMSNORM_ROWS(input, row_index, input_scale, weight, out, eps, enable_pdl, **more)
-    rstd = GEMMA_RMSNORM.empty("rstd", input) if return_rstd else None
-    y: torch.Tensor = GEMMA_RMSNORM.checked(input, weight, out, rstd, eps, numerics, enable_pdl)
-    return y if rstd is None else (y, rstd)
+        more: dict[str, Any] = {"numerics": numerics, "return_rstd": return_rstd}
+        result = _GEMMA_RMSNORM_ROWS(input, weight, out, row_index, input_scale, eps, enable_pdl, **more)
+    else:
+        result = _checked(GEMMA_RMSNORM, (input, weight, out), input, return_rstd, eps, numerics, enable_pdl)
+    return result
 
 
 @FUSED_ADD_RMSNORM.warm()

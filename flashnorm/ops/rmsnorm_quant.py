@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashnorm import reference
-from flashnorm.core.op import NUMERICS, Op
+from flashnorm.core.op import Op
 from flashnorm.ops import programs
 from flashnorm.ops.rows import check_index
 from flashnorm.program import Rms, RowProgram
@@ -18,12 +18,7 @@ Tensor = torch.Tensor
 
 
 def _program(
-    present: programs.Present,
-    options: programs.Options,
-    *,
-    offset: float = 0.0,
-    residual: str | None = None,
-    rows: bool = False,
+    present: programs.Present, options: programs.Options, *, offset: float, residual: str | None, rows: bool
 ) -> RowProgram:
     return RowProgram(
         load=programs.load(present, options, residual, rows),
@@ -38,25 +33,14 @@ _FORMULAS: dict[str | None, Callable[..., None]] = {
     "residual": reference.fused_add_rmsnorm_quant,
     "h": reference.add_rmsnorm_quant,
 }
-
-
-def _declare(name: str, functional: Op | None = None, **kind: Any) -> Op:
-    residual, rows = kind.get("residual"), kind.get("rows", False)
-    absent = {} if residual or rows else {"row_index": None, "input_scale": None}
-    return Op(
-        name,
-        program=functools.partial(_program, **kind),
-        reference=functools.partial(_FORMULAS[residual], offset=kind.get("offset", 0.0), **absent),
-        options={"numerics": NUMERICS},
-        optional=("row_index", "input_scale", "weight", "scale"),
-        broadcast_vecs=residual is None,
-        by_value=programs.SCALE,
-        returns=(),
-        functional=functional,
-        public=residual != "h" and not rows,
-        called=name.removesuffix("_rows"),
-    )
-
+_declare = functools.partial(
+    programs.rms_op,
+    program=_program,
+    formulas=_FORMULAS,
+    optional=("weight", "scale"),
+    by_value=programs.SCALE,
+    returns=(),
+)
 
 RMSNORM_QUANT = _declare("rmsnorm_quant")
 RMSNORM_QUANT_ROWS = _declare("rmsnorm_quant_rows", rows=True)
@@ -88,7 +72,11 @@ def _rows(op: Op) -> Callable[..., None]:
     ) -> None:
         op.checked(input, row_index, input_scale, weight, out, scale, eps, numerics, enable_pdl)
 
-    return rows
+    def call(input: Any, row_index: Any, *rest: Any, **more: Any) -> None:
+        check_index(op, input, row_index)
+        rows(input, row_index, *rest, **more)
+
+    return call
 
 
 _RMSNORM_QUANT_ROWS, _GEMMA_RMSNORM_QUANT_ROWS = _rows(RMSNORM_QUANT_ROWS), _rows(GEMMA_RMSNORM_QUANT_ROWS)
@@ -133,11 +121,10 @@ def rmsnorm_quant(
         RuntimeError: where no route serves the device, or a gradient would be lost.
     """
     if row_index is not None or input_scale is not None:
-        check_index(RMSNORM_QUANT_ROWS, input, row_index)
         more = (weight, out, scale, eps, enable_pdl)
-        return _RMSNORM_QUANT_ROWS(input, row_index, input_scale, *more, numerics=numerics)
-    RMSNORM_QUANT.checked(input, weight, out, scale, eps, numerics, enable_pdl)
-    return None
+        _RMSNORM_QUANT_ROWS(input, row_index, input_scale, *more, numerics=numerics)
+    else:
+        RMSNORM_QUANT.checked(input, weight, out, scale, eps, numerics, enable_pdl)
 
 
 @GEMMA_RMSNORM_QUANT.warm(unless=("row_index", "input_scale"))
@@ -158,11 +145,10 @@ def gemma_rmsnorm_quant(
     Arguments, effects and errors are those of `rmsnorm_quant`; one rounding at the end in every mode.
     """
     if row_index is not None or input_scale is not None:
-        check_index(GEMMA_RMSNORM_QUANT_ROWS, input, row_index)
         more = (weight, out, scale, eps, enable_pdl)
-        return _GEMMA_RMSNORM_QUANT_ROWS(input, row_index, input_scale, *more, numerics=numerics)
-    GEMMA_RMSNORM_QUANT.checked(input, weight, out, scale, eps, numerics, enable_pdl)
-    return None
+        _GEMMA_RMSNORM_QUANT_ROWS(input, row_index, input_scale, *more, numerics=numerics)
+    else:
+        GEMMA_RMSNORM_QUANT.checked(input, weight, out, scale, eps, numerics, enable_pdl)
 
 
 @FUSED_ADD_RMSNORM_QUANT.warm()

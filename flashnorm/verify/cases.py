@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashnorm.core.op import ALL, Op
-from flashnorm.program import FLOATS, FP8, Operand, QuantBlocks, RowProgram
+from flashnorm.program import FLOATS, FP8, Operand, RowProgram
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -109,23 +109,23 @@ def _all_cases(op: Op) -> Iterator[Case]:
         return
     if not quantised(op) and not _has(op, "residual"):
         yield ALL_FP32
-    yield replace(MIXED, codes=E4M3) if _e4m3_only(op) else MIXED
+    yield replace(MIXED, codes=_codes(op)[-1]) if quantised(op) else MIXED
     yield from (replace(USUAL, numerics=mode) for mode in MODES[1:])
     yield from CHOICES
 
 
 def quantised(op: Op) -> bool:
-    return any(o.written and set(FP8) <= set(o.dtypes) for o in op.operands)
+    return bool(_codes(op))
+
+
+def _codes(op: Op) -> list[torch.dtype]:
+    """The fp8 formats of an operator's codes."""
+    names = dict.fromkeys(name for o in op.operands if o.written for name in o.dtypes if name in FP8)
+    return [getattr(torch, name) for name in names]
 
 
 def _has(op: Op, name: str) -> bool:
     return any(o.name == name for o in op.operands)
-
-
-def _e4m3_only(op: Op) -> bool:
-    """The 1x128 form has one format of codes."""
-    store = op.program(frozenset(o.name for o in op.operands), meant(op, USUAL)).store
-    return isinstance(store, QuantBlocks) and store.ratio
 
 
 # ------------------------------------------------------------------ what a case means for an operator
