@@ -1,4 +1,4 @@
-// The stages: what a row kernel does to a row, one struct for each dataclass of flashnorm/program.py.
+// The stages: what a row kernel does to a row, one struct for each dataclass of flashnorm/program/.
 //
 // A stage is named after its dataclass, `Name<Options, Elements...>`: Options carries the dataclass's
 // fields as constants (a field `round_norm` is `kRoundNorm`; one that says a word, `cap="device"`, is

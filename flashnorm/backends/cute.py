@@ -36,7 +36,7 @@ _SHORT = {
 
 @functools.cache
 def _sources() -> str:
-    return source_hash(_ROOT / "kernels", _ROOT / "program.py")
+    return source_hash(_ROOT / "kernels", _ROOT / "program")
 
 
 def _dsl(target: str) -> Dsl:

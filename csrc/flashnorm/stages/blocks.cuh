@@ -18,7 +18,7 @@ FN_HOST_DEVICE uint32_t magnitude(float v) { return bits_of(v) & 0x7FFFFFFFu; }
 
 FN_HOST_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-// A scale for every `block` elements of a row, from their amax (program.py has the formula). `Given...` are the
+// A scale for every `block` elements of a row, from their amax (program/stores.py has the formula). `Given...` are the
 // element types of the operands that not every such program has: a cap in device memory, and the side output.
 template <class Options, class Dst, class Kept, class... Given_>
 class QuantBlocks {

@@ -1,0 +1,163 @@
+"""The vocabulary: what a row kernel does, as plain data.
+
+A norm kernel differs from another in four places only: how a row is loaded, which statistics it
+needs, which maps are applied to the normalised row, and how it is stored. Each is a frozen
+dataclass here, and a `RowProgram` is four of them (plus what is saved for a backward). Equality,
+hash and repr of a program *are* the cache key of its kernels, and its operand list is the order
+in which every route takes its tensors: nothing about a kernel is written down a second time.
+
+`operand.py` says what operands and stages are, `stages.py` and `stores.py` have the stages.
+
+Pure data: no torch, no DSL, no CUDA. Dtypes are named by their `torch` attribute ("bfloat16").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashnorm.program.operand import (
+    ENCODED,
+    FLOATS,
+    FP4,
+    FP8,
+    SCALES,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    UE8M0,
+    Kind,
+    Mode,
+    Operand,
+    Stage,
+)
+from flashnorm.program.stages import (
+    EXP2,
+    EXP_FROM,
+    EXP_TO,
+    LOG2E,
+    AddResidual,
+    Affine,
+    AffineBias,
+    Bias,
+    LoadRow,
+    MeanVar,
+    Rms,
+    Round,
+    SaveRstd,
+    Silu,
+)
+from flashnorm.program.stores import (
+    BlockScales,
+    Cast,
+    Layout,
+    QuantBlocks,
+    QuantNvfp4,
+    QuantTensor,
+    swizzled_offset,
+)
+
+__all__ = [
+    "ENCODED",
+    "EXP2",
+    "EXP_FROM",
+    "EXP_TO",
+    "FLOATS",
+    "FP4",
+    "FP8",
+    "LOG2E",
+    "SCALES",
+    "TILE_COLUMNS",
+    "TILE_ROWS",
+    "UE8M0",
+    "AddResidual",
+    "Affine",
+    "AffineBias",
+    "Bias",
+    "BlockScales",
+    "Cast",
+    "Kind",
+    "Layout",
+    "LoadRow",
+    "MeanVar",
+    "Mode",
+    "Operand",
+    "QuantBlocks",
+    "QuantNvfp4",
+    "QuantTensor",
+    "Rms",
+    "Round",
+    "RowProgram",
+    "SaveRstd",
+    "Silu",
+    "Stage",
+    "Variant",
+    "rounding",
+    "swizzled_offset",
+]
+
+
+@dataclass(frozen=True)
+class RowProgram:
+    """One row kernel: load, statistics, maps, store (and saves)."""
+
+    load: Stage
+    stats: Stage
+    maps: tuple[Stage, ...]
+    store: Stage
+    saves: tuple[Stage, ...] = ()
+
+    def stages(self) -> tuple[Stage, ...]:
+        return (self.load, self.stats, *self.maps, self.store, *self.saves)
+
+    def operands(self) -> tuple[Operand, ...]:
+        """Every operand once, in order of first use; one that is read and written is "inout"."""
+        seen: dict[str, Operand] = {}
+        for stage in self.stages():
+            for new in stage.operands():
+                old = seen.setdefault(new.name, new)
+                if old.mode != new.mode:
+                    seen[new.name] = replace(old, mode="inout")
+        return tuple(seen.values())
+
+    def scalars(self) -> tuple[str, ...]:
+        """Every run-time fp32 value once, in order of first use."""
+        return tuple(dict.fromkeys(name for stage in self.stages() for name in stage.scalars()))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A program with everything a kernel is specialised on, whatever the route.
+
+    Attributes:
+        program: what is computed.
+        dtypes: one dtype name for each of `program.operands()`, in that order.
+        hidden_size: H. The C++ routes take it at run time and drop it from their cache key.
+        row_rank: 1 where rows are [M, H], 2 where they are [A, B, H] with strides that do not collapse.
+        row_vecs: the "vec" operands that are given per row ([M, H] or [A, B, H], any stride 0)
+            instead of as one [H].
+        vec: elements that may be accessed together: 8 (whole groups), 4, 2 or 1. H and every outer
+            stride are multiples of it, every pointer of `min(16, vec * itemsize)` bytes.
+    """
+
+    program: RowProgram
+    dtypes: tuple[str, ...]
+    hidden_size: int
+    row_rank: int = 1
+    row_vecs: tuple[str, ...] = ()
+    vec: int = 8
+
+    def dtype(self, name: str) -> str:
+        for operand, dtype in zip(self.program.operands(), self.dtypes, strict=True):
+            if operand.name == name:
+                return dtype
+        raise KeyError(name)
+
+    @property
+    def rounding(self) -> str:
+        """T, the dtype that "rounded" means inside a formula; see `rounding`."""
+        return rounding(self.program, self.dtypes)
+
+
+def rounding(program: RowProgram, dtypes: tuple[str, ...]) -> str:
+    """T of arithmetic.md: the input's dtype. An int8 input has the output's, else the weight's, else bfloat16."""
+    given = {operand.name: dtype for operand, dtype in zip(program.operands(), dtypes, strict=True)}
+    return next((given[name] for name in ("x", "out", "weight") if given.get(name) in FLOATS), "bfloat16")

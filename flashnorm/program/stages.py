@@ -1,0 +1,129 @@
+"""Stages before the store: how a row is loaded, its statistics, the maps; and what is saved of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashnorm.program.operand import FLOATS, Operand, Stage
+
+
+# ------------------------------------------------------------------ 1. load: h, fp32
+@dataclass(frozen=True)
+class LoadRow(Stage):
+    """h = f(x); `scaled`: h = mul(float(x), input_scale), x in int8.
+
+    `indexed`: x is a pool, and row m of the grid is its row `row_index[m]`. An index outside of it makes a row of
+    NaN, and reads nothing.
+    """
+
+    indexed: bool = False
+    scaled: bool = False
+
+    def operands(self) -> tuple[Operand, ...]:
+        out = [Operand("x", "pool" if self.indexed else "row", dtypes=("int8",) if self.scaled else FLOATS)]
+        if self.indexed:
+            out.append(Operand("row_index", "per_row", dtypes=("int32", "int64")))
+        if self.scaled:
+            out.append(Operand("input_scale", "per_pool" if self.indexed else "per_row", dtypes=("float32",)))
+        return tuple(out)
+
+
+@dataclass(frozen=True)
+class AddResidual(Stage):
+    """s = add(x, residual), stored rounded to the residual's dtype.
+
+    `rounded` says what is normalised: the stored sum widened again (Hugging Face, Cake), or the
+    unrounded fp32 sum (FlashInfer). `dst` names where the sum goes: the residual itself, or
+    another operand.
+    """
+
+    rounded: bool = False
+    dst: str = "residual"
+
+    def operands(self) -> tuple[Operand, ...]:
+        if self.dst == "residual":
+            return (Operand("x", "row"), Operand("residual", "row", "inout"))
+        return (Operand("x", "row"), Operand("residual", "row"), Operand(self.dst, "row", "out", like="residual"))
+
+
+# ------------------------------------------------------------------ 2. statistics: n, fp32
+@dataclass(frozen=True)
+class Rms(Stage):
+    """rstd = div(1, sqrt(add(div(sum(h*h), H), eps))); n = mul(h, rstd)."""
+
+    def scalars(self) -> tuple[str, ...]:
+        return ("eps",)
+
+
+@dataclass(frozen=True)
+class MeanVar(Stage):
+    """The corrected two-pass of LayerNorm.
+
+    m1 = div(sum(h), H); d = sub(h, m1); m2 = div(sum(d), H); var = max(0, fma(-m2, m2, div(sum(d*d), H)));
+    rstd = div(1, sqrt(add(var, eps))); n = mul(sub(d, m2), rstd). The maximum keeps NaN. What a row lacks of a whole
+    group is 0 after the subtraction: a missing d is 0, not -m1.
+    """
+
+    def scalars(self) -> tuple[str, ...]:
+        return ("eps",)
+
+
+# ------------------------------------------------------------------ 3. maps: n -> y, fp32
+@dataclass(frozen=True)
+class Affine(Stage):
+    """y = mul(n, g), g = w or add(w, offset); `round_norm`: n is rounded to T first."""
+
+    offset: float = 0.0
+    round_norm: bool = False
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("weight", "vec"),)
+
+
+@dataclass(frozen=True)
+class AffineBias(Stage):
+    """y = fma(n, w, bias)."""
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("weight", "vec"), Operand("bias", "vec"))
+
+
+@dataclass(frozen=True)
+class Bias(Stage):
+    """y = add(n, bias): a bias without a weight."""
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("bias", "vec"),)
+
+
+@dataclass(frozen=True)
+class Round(Stage):
+    """y = rT(y), widened again."""
+
+
+# 2^f = 1 + f c1 + f^2 c2 + ..., for |f| <= 0.5: relative error 2e-9 before rounding. log2(e) in two parts.
+EXP2 = tuple(
+    float.fromhex(text)
+    for text in ("0x1.62e43p-1", "0x1.ebfbdcp-3", "0x1.c6aee6p-5", "0x1.3b2d5p-7", "0x1.5f3f3p-10", "0x1.41fb2ep-13")
+)
+LOG2E = (float.fromhex("0x1.715476p+0"), float.fromhex("0x1.4ae0cp-26"))
+EXP_FROM, EXP_TO = -87.0, 88.5
+
+
+@dataclass(frozen=True)
+class Silu(Stage):
+    """y = div(y, add(1, exp(-y))), by the same operations, so with the same bits, on every route.
+
+    exp(t): infinite for t > 88.5; else, with t = max(t, -87): c = 1.5 * 2^23; k = fma(t, LOG2E[0], c); n = sub(k, c);
+    f = fma(t, LOG2E[0], -n); f = fma(t, LOG2E[1], f); p = EXP2[5]; p = fma(p, f, EXP2[i]) for i = 4 ... 0;
+    p = fma(p, f, 1); exp = mul(p, 2^n), exact. NaN stays. Within 1.2 ulp.
+    """
+
+
+# ------------------------------------------------------------------ saved for a backward, or for the caller
+@dataclass(frozen=True)
+class SaveRstd(Stage):
+    """rstd, fp32, one a row."""
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("rstd", "per_row", "out", ("float32",)),)
