@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashnorm.core import layout
-from flashnorm.program import FLOATS, Operand, QuantBlocks, RowProgram
+from flashnorm.program import FLOATS, SCALES, TILE_ROWS, BlockScales, Operand, RowProgram
 
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
@@ -80,6 +80,13 @@ def check_option(op: Op, name: str, value: Any) -> Any:
         raise ValueError(f"{op.called}: {name} must be one of {sorted(map(str, accepted))}, got {value!r}") from None
 
 
+def check_dtype_of(op: Op, name: str, tensor: Any, input: Any) -> None:
+    """An output that must have the input's dtype."""
+    both = isinstance(tensor, torch.Tensor) and isinstance(input, torch.Tensor)
+    if both and dtype_name(input) in FLOATS and tensor.dtype != input.dtype:  # a wrong input is named by itself
+        raise ValueError(f"{op.called}: {name} must have the dtype of input, {input.dtype}, got {tensor.dtype}")
+
+
 def check_present(op: Op, tensors: Sequence[Any]) -> None:
     """Presence and types of the operands of one call, and the row length."""
     for operand, tensor in zip(op.operands, tensors, strict=True):
@@ -104,6 +111,12 @@ def check_tensors(op: Op, program: RowProgram, tensors: Sequence[Any]) -> None:
     """Dtypes, devices and shapes of one call, by the operands that its program has."""
     x = tensors[0]
     kinds = {operand.name: operand for operand in program.operands()}
+    store = program.store
+    if isinstance(store, BlockScales) and store.whole and x.shape[-1] % store.block:
+        raise ValueError(
+            f"{op.called}: the last dimension of {op.label(op.operands[0])} must be a multiple of {store.block}, "
+            f"got {x.shape[-1]}"
+        )
     index = tensors[op.index("row_index")] if "row_index" in kinds else None
     rows = tuple(x.shape[:-1] if index is None else index.shape)
     for each, tensor in zip(op.operands, tensors, strict=True):
@@ -117,15 +130,32 @@ def check_tensors(op: Op, program: RowProgram, tensors: Sequence[Any]) -> None:
             first = op.label(op.operands[0])
             raise ValueError(f"{op.called}: {op.label(operand)} is on {tensor.device}, but {first} on {x.device}")
         _check_shape(op, operand, tensor, x, rows)
-        if operand.kind == "blocks":
-            assert isinstance(program.store, QuantBlocks)
-            count, columns = math.prod(rows), program.store.columns(x.shape[-1])
-            size, _ = op.blocks(tensor, count)
+        if operand.kind in SCALES:
+            assert isinstance(program.store, BlockScales)
+            count, columns = math.prod(rows), program.store.columns(x.shape[-1], operand.kind)
+            size, _ = scales_view(op, program, operand, tensor, count, x.shape[-1])
             if len(size) != 2 or size[0] < count or size[1] != columns:
                 raise ValueError(
                     f"{op.called}: {op.label(operand)} must hold {columns} values for each of {count} rows, "
                     f"got shape {tuple(tensor.shape)}"
                 )
+
+
+def scales_view(
+    op: Op, program: RowProgram, operand: Operand, tensor: Any, rows: int, hidden: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Size and strides of the [M', B] that kernels take for scales; raises ValueError where the tensor does not fit."""
+    store = program.store
+    assert isinstance(store, BlockScales)
+    if operand.kind == "blocks":
+        return op.blocks(tensor, rows)
+    padded, columns = -(-rows // TILE_ROWS) * TILE_ROWS, store.columns(hidden, operand.kind)
+    if tensor.numel() != padded * columns or not tensor.is_contiguous():
+        raise ValueError(
+            f"{op.called}: {op.label(operand)} must be contiguous and hold {padded} x {columns} = {padded * columns} "
+            f"bytes (tiles of 128 x 4), got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+        )
+    return (padded, columns), (columns, 1)
 
 
 def _check_dtype(op: Op, operand: Operand, tensor: torch.Tensor, tensors: Sequence[Any]) -> None:
@@ -143,6 +173,8 @@ def _check_shape(op: Op, operand: Operand, tensor: torch.Tensor, x: torch.Tensor
     label, shape, hidden = op.label(operand), tuple(tensor.shape), x.shape[-1]
     if operand.kind == "row" and shape != (*rows, hidden):
         raise ValueError(f"{op.called}: {label} must have shape {(*rows, hidden)}, got {shape}")
+    if operand.kind == "pairs" and shape != (*rows, hidden // 2):
+        raise ValueError(f"{op.called}: {label} must have shape {(*rows, hidden // 2)}, got {shape}")
     if operand.kind in ("per_row", "per_pool"):
         grid = rows if operand.kind == "per_row" else tuple(x.shape[:-1])
         count = math.prod(grid)

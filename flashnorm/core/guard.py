@@ -44,7 +44,7 @@ def _in_cpp(op: Op, made: Plan, tensors: Tensors) -> Guarded | None:
     for i, operand in enumerate(op.operands):
         view = by_position.get(i)
         flags.append([operand.written, operand.kind in WIDE, _alias(op, i, tensors)])
-        views.append(None if view is None or view.size is None else [view.size, view.stride])
+        views.append(None if view is None or view.size is None else [view.size, view.stride, view.raw])
     return make(made.kernel, len(op.scalars) + 1, list(made.leading), flags, views, *tensors)
 
 

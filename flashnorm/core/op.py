@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from flashnorm.core import checks, dispatch, fastpath, guard, plan
-from flashnorm.program import FP8, Operand, RowProgram
+from flashnorm.program import ENCODED, Operand, RowProgram
 
 F = TypeVar("F", bound=Callable[..., Any])
 OPS: dict[str, Op] = {}  # the operators that are public functions, by name
@@ -96,7 +96,7 @@ class Op:
         self.scalars = tuple(dict.fromkeys((*full.scalars(), *numbers)))
         outs = (o.name for o in self.operands if o.mode == "out" and o.name not in self.optional)
         self.returns = tuple(outs if returns is None else returns)
-        self.encoded = tuple(i for i, o in enumerate(self.operands) if set(o.dtypes) & set(FP8))
+        self.encoded = tuple(i for i, o in enumerate(self.operands) if set(o.dtypes) & set(ENCODED))
         self._asked: tuple[str, ...] = ()
         self._warm_calls: fastpath.Recent = {}
         self._warm_kernels: fastpath.Recent = {}

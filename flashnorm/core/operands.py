@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashnorm.core import layout
-from flashnorm.core.checks import dtype_name
-from flashnorm.program import Operand, RowProgram, Variant
+from flashnorm.core.checks import dtype_name, scales_view
+from flashnorm.program import SCALES, Operand, RowProgram, Variant
 
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
@@ -32,6 +32,7 @@ class View:
         size, stride: of the view the kernel takes; None where the tensor is that already.
         shape: of the copy where it is not the tensor's.
         copy: the kernel works on a contiguous copy (last stride not 1, or rows no two strides can walk).
+        raw: the kernel takes its bytes, whatever dtype it has.
         read, write: which way the copy goes.
     """
 
@@ -42,11 +43,12 @@ class View:
     copy: bool = False
     read: bool = True
     write: bool = False
+    raw: bool = False
 
 
 _POOLS = ("pool", "per_pool")
-_GRID = ("row", "vec", "per_row")
-WIDE = ("row", "pool", "vec")  # whose elements along H are accessed several at a time
+_GRID = ("row", "pairs", "vec", "per_row")
+WIDE = ("row", "pairs", "pool", "vec")  # whose elements along H are accessed several at a time
 
 
 def normalise(op: Op, program: RowProgram, tensors: Sequence[torch.Tensor | None]) -> tuple[Variant, list[View]]:
@@ -63,20 +65,22 @@ def normalise(op: Op, program: RowProgram, tensors: Sequence[torch.Tensor | None
     pool_sizes, sizes = _collapse(placed, _POOLS, 1), _collapse(placed, _GRID, 2)
     views, access = [], []
     for operand, tensor, place in zip(operands, given, placed, strict=True):
-        if operand.kind == "blocks":
-            size, stride = op.blocks(tensor, math.prod(rows))
+        if operand.kind in SCALES:
+            size, stride = scales_view(op, program, operand, tensor, math.prod(rows), hidden)
         else:
             size, stride = place.view(pool_sizes if operand.kind in _POOLS else sizes)
-        same = not place.copy and _is_view(tensor, size, stride)
+        raw = operand.raw and dtype_name(tensor) != "uint8"
+        same = not place.copy and not raw and _is_view(tensor, size, stride)
         views.append(
             View(
                 op.index(operand.name),
                 None if same else size,
                 None if same else stride,
-                shape=(*place.grid, *((hidden,) if place.wide else ())) if place.copy and not place.shared else None,
+                shape=place.whole if place.copy and not place.shared else None,
                 copy=place.copy,
                 read=operand.mode != "out",
                 write=operand.written,
+                raw=raw,
             )
         )
         if place.wide:
@@ -84,7 +88,7 @@ def normalise(op: Op, program: RowProgram, tensors: Sequence[torch.Tensor | None
             access.append((address, tensor.element_size(), stride[:-1]))
     variant = Variant(
         program,
-        tuple(map(dtype_name, given)),
+        tuple("uint8" if o.raw else dtype_name(t) for o, t in zip(operands, given, strict=True)),
         hidden,
         len(sizes),
         tuple(p.operand.name for p in placed if p.operand.kind == "vec" and not p.shared),
@@ -104,7 +108,7 @@ class _Place:
     """Where an operand lies over its grid of rows.
 
     Attributes:
-        operand, grid, hidden: whose, over which sizes, and H.
+        operand, grid, hidden: whose, over which sizes, and the size of its last dimension.
         outer: its strides over them, in elements.
         copy: it is a contiguous copy that lies so.
     """
@@ -118,6 +122,11 @@ class _Place:
     @property
     def wide(self) -> bool:
         return self.operand.kind in WIDE
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of a copy of it."""
+        return (*self.grid, self.hidden) if self.wide else self.grid
 
     @property
     def shared(self) -> bool:
@@ -140,12 +149,14 @@ class _Place:
         if self.shared:
             return (self.hidden,), (1,)
         # A grid of one row has no stride of its own; H keeps the access width that H alone decides.
-        outer = (self.hidden,) if kind == "row" and sizes == (1,) and not self.copy else self.outer
+        outer = (self.hidden,) if kind in ("row", "pairs") and sizes == (1,) and not self.copy else self.outer
         return (*sizes, self.hidden), (*outer, 1)
 
 
 def _place(operand: Operand, tensor: torch.Tensor, grid: tuple[int, ...], hidden: int) -> _Place:
-    if operand.kind in ("scalar", "blocks"):
+    if operand.kind == "pairs":
+        hidden //= 2
+    if operand.kind in ("scalar", *SCALES):
         return _Place(operand, (), hidden, ())
     if operand.kind in ("per_row", "per_pool"):
         return _Place(operand, grid, hidden, _value_strides(tensor, grid))
@@ -211,6 +222,8 @@ def over(op: Op, program: RowProgram, kernel: Launch, views: Sequence[View]) -> 
         operands, back = [], []
         for view in views:
             tensor = source = args[first + view.position]
+            if view.raw:
+                tensor = source = source.view(torch.uint8)
             if view.copy:
                 tensor = _copy_in(source, view)
                 if view.write:

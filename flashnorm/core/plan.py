@@ -19,11 +19,12 @@ from flashnorm import recipe
 from flashnorm.config import settings
 from flashnorm.core import commands, dispatch
 from flashnorm.core import device as devices
+from flashnorm.core.checks import scales_view
 from flashnorm.core.operands import Launch, View, grid_of, leading_arguments, normalise, over
 from flashnorm.core.tools import tools
 from flashnorm.jit import JitError, LoadError, MissingArtifact
 from flashnorm.jit.arch import device_arch
-from flashnorm.program import Variant
+from flashnorm.program import SCALES, RowProgram, Variant
 
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
@@ -82,7 +83,7 @@ def make_plan(op: Op, tensors: Sequence[torch.Tensor | None], options: dict[str,
     variant, views = normalise(op, program, tensors)
     explanation, kernel = _serve(op, variant, devices.facts(x.device), x.device)
     if explanation.route == "torch":
-        return Plan(_reference_launch(op, options, math.prod(grid)), None, (), (), x.device, explanation)
+        return Plan(_reference_launch(op, program, options, math.prod(grid)), None, (), (), x.device, explanation)
     run, leading = over(op, program, kernel, views), tuple(leading_arguments(op, program))
     return Plan(run, kernel, leading, tuple(views), x.device, explanation)
 
@@ -107,16 +108,20 @@ def _nothing(*_: Any) -> None:
     """No rows: nothing to do."""
 
 
-def _reference_launch(op: Op, options: dict[str, Any], rows: int) -> Launch:
+def _reference_launch(op: Op, program: RowProgram, options: dict[str, Any], rows: int) -> Launch:
     count = len(op.scalars)
     names = [o.name for o in op.operands]
 
     def run(*args: Any) -> None:
         given = dict(zip((*op.scalars, *names), (*args[:count], *args[count + 1 :]), strict=True))
-        for operand in op.operands:
-            if operand.kind == "blocks":
-                tensor = given[operand.name]
-                given[operand.name] = tensor.as_strided(*op.blocks(tensor, rows))
+        hidden = given["x"].shape[-1]
+        for operand in program.operands():
+            tensor = given[operand.name]
+            if operand.raw:
+                tensor = given[operand.name] = tensor.view(torch.uint8)
+            if operand.kind in SCALES:
+                view = scales_view(op, program, operand, tensor, rows, hidden)
+                given[operand.name] = tensor.as_strided(*view, tensor.storage_offset())
         op.reference(**given, **options)
 
     return run

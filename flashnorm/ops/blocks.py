@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from flashnorm import reference
-from flashnorm.core.checks import FLT_MAX, check_option, dtype_name
+from flashnorm.core.checks import FLT_MAX, check_dtype_of, check_option
 from flashnorm.core.op import NUMERICS, Op
 from flashnorm.ops import programs
-from flashnorm.program import FLOATS, QuantBlocks, Rms, Round, RowProgram, Stage
+from flashnorm.program import QuantBlocks, Rms, Round, RowProgram, Stage
 
 Tensor = torch.Tensor
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -184,7 +184,7 @@ def fused_add_rmsnorm_fp8_block_quant(
         As `fused_add_rmsnorm`; nothing is written then.
     """
     _whole_blocks(FP8_BLOCK_QUANT, input)
-    _dtype_of_input(FP8_BLOCK_QUANT, "normed_out", normed_out, input)
+    check_dtype_of(FP8_BLOCK_QUANT, "normed_out", normed_out, input)
     FP8_BLOCK_QUANT.checked(input, residual, weight, out, block_scale, normed_out, eps, numerics, enable_pdl)
 
 
@@ -248,7 +248,7 @@ def rmsnorm_dynamic_quant(
     if not isinstance(input, torch.Tensor):
         raise TypeError(f"{op.called}: input must be a torch.Tensor, got {type(input).__name__}")
     made = _dynamic_outputs(op, input, granularity, dtype, scale_format, scale_layout, scale_ub, out, scale)
-    _dtype_of_input(op, "normed_out", normed_out, input)
+    check_dtype_of(op, "normed_out", normed_out, input)
     more: dict[str, Any] = {"numerics": numerics, "granularity": granularity, "scale_format": scale_format}
     rest = (weight, *made, scale_ub, normed_out, eps, enable_pdl)
     if residual is None:
@@ -312,12 +312,6 @@ def _whole_blocks(op: Op, input: Any) -> None:
     if isinstance(input, torch.Tensor) and input.dim() and input.shape[-1] % BLOCK:
         hidden = input.shape[-1]
         raise ValueError(f"{op.called}: the last dimension of input must be a multiple of {BLOCK}, got {hidden}")
-
-
-def _dtype_of_input(op: Op, name: str, tensor: Any, input: Any) -> None:
-    both = isinstance(tensor, torch.Tensor) and isinstance(input, torch.Tensor)
-    if both and dtype_name(input) in FLOATS and tensor.dtype != input.dtype:  # a wrong input is named by itself
-        raise ValueError(f"{op.called}: {name} must have the dtype of input, {input.dtype}, got {tensor.dtype}")
 
 
 def _dynamic_outputs(

@@ -58,6 +58,11 @@ class BlockScales(Stage):
     block: int
     layout: Layout
 
+    @property
+    def whole(self) -> bool:
+        """Whether a row must be whole blocks."""
+        return True
+
     def blocks(self, hidden_size: int) -> int:
         """Blocks of a row."""
         return -(-hidden_size // self.block) if self.block else 1
@@ -114,6 +119,10 @@ class QuantBlocks(BlockScales):
     ocp: bool = False
     fp4: bool = False
     layout: Layout = "rows"
+
+    @property
+    def whole(self) -> bool:
+        return self.fp4 or self.block == 32
 
     def operands(self) -> tuple[Operand, ...]:
         kept = ("int32",) if self.packed else ("uint8", UE8M0) if self.ue8m0 else ("float32",)

@@ -39,6 +39,7 @@ struct Operand {
   int64_t bytes = 0;              // from its first to its last byte
   bool viewed = false;            // the kernel takes another shape and strides over the same memory
   std::vector<int64_t> view_shape, view_strides;
+  bool raw = false;               // and takes it as bytes
 
   bool matches(const DLTensor& t) const {
     if (t.ndim != int(shape.size()) || t.device.device_type != device.device_type ||
@@ -87,6 +88,7 @@ struct Guard {
         tensors[i].ndim = int(expected.view_shape.size());
         tensors[i].shape = const_cast<int64_t*>(expected.view_shape.data());
         tensors[i].strides = const_cast<int64_t*>(expected.view_strides.data());
+        if (expected.raw) tensors[i].dtype = DLDataType{kDLUInt, 8, 1};
         passed[n++] = &tensors[i];
       } else {
         passed[n++] = given;
@@ -132,7 +134,7 @@ int64_t extent(const std::vector<int64_t>& shape, const std::vector<int64_t>& st
 // guard(launch, leading, kept, flags, views, *tensors) -> callable(*leading, *tensors) -> bool
 //   kept: which of the leading arguments are handed on
 //   flags: for each tensor [written, aligned, operand it may be or -1]
-//   views: for each tensor None, or [shape, strides] that the kernel takes
+//   views: for each tensor None, or [shape, strides, whether as bytes] that the kernel takes
 void make_guard(PackedArgs args, Any* result) {
   Guard guard{args[0].cast<Function>(), args[1].cast<int>(), integers(args[2].cast<Array<int64_t>>())};
   const auto flags = args[3].cast<Array<Array<int64_t>>>();
@@ -161,6 +163,7 @@ void make_guard(PackedArgs args, Any* result) {
         operand.viewed = true;
         operand.view_shape = integers(view[0].cast<Array<int64_t>>());
         operand.view_strides = integers(view[1].cast<Array<int64_t>>());
+        operand.raw = view[2].cast<bool>();
         // A view of blocks reaches into their padding.
         operand.bytes = std::max(operand.bytes, extent(operand.view_shape, operand.view_strides, t.dtype));
       }

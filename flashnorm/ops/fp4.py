@@ -1,0 +1,308 @@
+"""RMSNorm in four bits: NVFP4 and MXFP4."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from flashnorm import reference
+from flashnorm.core.checks import check_dtype_of, check_option
+from flashnorm.core.op import Op
+from flashnorm.ops import programs, scaled
+from flashnorm.program import FP4, BlockScales, Layout, QuantBlocks, QuantNvfp4
+
+Tensor = torch.Tensor
+Results = tuple[Tensor, ...]
+BLOCK_SIZE = {"16": "16", "32": "32", 16: "16", 32: "32"}
+SCALE_FORMAT = {"auto": "auto", "e4m3": "e4m3", "ue8m0": "ue8m0", None: "auto"}
+SCALE_DTYPES = {"e4m3": torch.float8_e4m3fn, "ue8m0": torch.uint8}
+CODES = getattr(torch, FP4)
+
+
+def _form(options: programs.Options) -> tuple[int, str]:
+    """(block, format of its scale)."""
+    block, form = int(options["block_size"]), options["scale_format"]
+    return block, form if form != "auto" else "e4m3" if block == 16 else "ue8m0"
+
+
+def _store(present: programs.Present, options: programs.Options, placed: Layout, *, residual: bool) -> BlockScales:
+    block, form = _form(options)
+    side = residual and "normed_out" in present
+    if form == "e4m3":
+        return QuantNvfp4(block, "device" if "global_scale" in present else "value", side, placed)
+    return QuantBlocks(block, 0.0, ue8m0=True, side=side, ocp=options["scale_rule"] == "ocp", fp4=True, layout=placed)
+
+
+_FORMULAS: Mapping[str | None, Callable[..., None]] = {
+    None: reference.rmsnorm_fp4quant,
+    "residual": reference.fused_add_rmsnorm_fp4quant,
+    "h": reference.add_rmsnorm_fp4quant,
+}
+
+
+def _declare(called: str, placed: Layout, residual: str | None, functional: Op | None = None) -> Op:
+    return scaled.declare(
+        called,
+        placed,
+        residual,
+        functional,
+        store=functools.partial(_store, residual=residual is not None),
+        formulas=_FORMULAS,
+        options={"block_size": BLOCK_SIZE, "scale_format": SCALE_FORMAT, "scale_rule": scaled.SCALE_RULE},
+        optional=("weight", "global_scale", "normed_out"),
+        by_value={"global_scale": ("global_scale_value", 1.0)},
+        labels={"out": "y_fp4", "scale": "block_scale", "scale_rows": "block_scale_unswizzled", "normed_out": "y_out"},
+    )
+
+
+FP4QUANT, FP4QUANT_SWIZZLED = (_declare("rmsnorm_fp4quant", placed, None) for placed in ("rows", "swizzled"))
+ADD_FP4QUANT, ADD_FP4QUANT_SWIZZLED, ADD_FP4QUANT_BOTH = (
+    _declare("add_rmsnorm_fp4quant", placed, "residual", _declare("add_rmsnorm_fp4quant", placed, "h"))
+    for placed in ("rows", "swizzled", "both")
+)
+
+
+# ------------------------------------------------------------------ the calls behind the public functions
+def _plain(op: Op) -> Callable[..., Results]:
+    @op.warm()
+    def call(
+        input: Tensor,
+        weight: Tensor | None,
+        y_fp4: Tensor,
+        block_scale: Tensor,
+        global_scale: float | Tensor | None,
+        eps: float,
+        enable_pdl: bool | None,
+        *,
+        numerics: str,
+        block_size: int,
+        scale_format: str | None,
+        scale_rule: str,
+    ) -> Results:
+        options = (numerics, block_size, scale_format, scale_rule)
+        _check_choices(op, *options[1:], global_scale)
+        result: Results = op.checked(input, weight, y_fp4, block_scale, global_scale, eps, *options, enable_pdl)
+        return result
+
+    return call
+
+
+def _added(op: Op) -> Callable[..., Results]:
+    @op.warm()
+    def call(
+        input: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        y_fp4: Tensor,
+        block_scale: Tensor,
+        global_scale: float | Tensor | None,
+        y_out: Tensor | None,
+        eps: float,
+        enable_pdl: bool | None,
+        *,
+        numerics: str,
+        block_size: int,
+        scale_format: str | None,
+        scale_rule: str,
+    ) -> Results:
+        options = (numerics, block_size, scale_format, scale_rule)
+        _check_choices(op, *options[1:], global_scale)
+        check_dtype_of(op, "y_out", y_out, input)
+        given = (input, residual, weight, y_fp4, block_scale, global_scale, y_out)
+        result: Results = op.checked(*given, eps, *options, enable_pdl)
+        return result
+
+    return call
+
+
+@ADD_FP4QUANT_BOTH.warm()
+def _added_both(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    y_fp4: Tensor,
+    block_scale: Tensor,
+    block_scale_unswizzled: Tensor,
+    global_scale: float | Tensor | None,
+    y_out: Tensor | None,
+    eps: float,
+    enable_pdl: bool | None,
+    *,
+    numerics: str,
+    block_size: int,
+    scale_format: str | None,
+    scale_rule: str,
+) -> Results:
+    options = (numerics, block_size, scale_format, scale_rule)
+    _check_choices(ADD_FP4QUANT_BOTH, *options[1:], global_scale)
+    check_dtype_of(ADD_FP4QUANT_BOTH, "y_out", y_out, input)
+    given = (input, residual, weight, y_fp4, block_scale, block_scale_unswizzled, global_scale, y_out)
+    result: Results = ADD_FP4QUANT_BOTH.checked(*given, eps, *options, enable_pdl)
+    return result
+
+
+_ROWS, _SWIZZLED = _plain(FP4QUANT), _plain(FP4QUANT_SWIZZLED)
+_ADD_ROWS, _ADD_SWIZZLED = _added(ADD_FP4QUANT), _added(ADD_FP4QUANT_SWIZZLED)
+
+
+# ------------------------------------------------------------------ the public functions
+@FP4QUANT.warm(only={"is_sf_swizzled_layout": False})
+def rmsnorm_fp4quant(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    y_fp4: torch.Tensor | None = None,
+    block_scale: torch.Tensor | None = None,
+    global_scale: float | torch.Tensor | None = None,
+    eps: float = 1e-6,
+    block_size: int = 16,
+    scale_format: str | None = None,
+    is_sf_swizzled_layout: bool = False,
+    enable_pdl: bool | None = None,
+    *,
+    scale_rule: str = "up",
+    numerics: str = "flashinfer",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""`rmsnorm` in e2m1, with a scale for every 16 or 32 elements: NVFP4, MXFP4.
+
+    With y the norm in fp32, a the largest \|y\| of a block and G the global scale,
+
+    .. math::
+        \text{e4m3:}\quad s = \operatorname{e4m3}\!\left(\min\!\left(G \cdot \frac{a}{6},\, 448\right)\right), \quad
+        q = \operatorname{e2m1}\!\left(\frac{y\,G}{s}\right), \quad y \approx \frac{q\,s}{G}
+
+    .. math::
+        \text{ue8m0:}\quad s = 2^{\lceil \log_2 (a / 6) \rceil}, \quad q = \operatorname{e2m1}(y / s), \quad
+        y \approx q\,s
+
+    Elements are divided by the scale that is stored. Codes are nearest even and saturate. A block with a NaN has the
+    scale NaN and codes 7; a block of zeros, or one whose stored e4m3 scale is 0, has codes of 0.
+    (NVIDIA, "Introducing NVFP4", 2025; OCP Microscaling Formats 1.0, 2023. `flashnorm.dequantize` is the inverse.)
+
+    Args:
+        input: [..., H], fp32, fp16 or bf16; any strides. H is a multiple of `block_size`.
+        weight: [H], fp32, fp16 or bf16; None for no weight.
+        y_fp4: [..., H/2], float4_e2m1fn_x2 or uint8: two codes a byte, the even column in the low half; written in
+            place of a new tensor.
+        block_scale: written in place of a new tensor; float8_e4m3fn (or uint8) for "e4m3", uint8 (or float8_e8m0fnu)
+            for "ue8m0". [..., H / block_size]; swizzled: ceil(M/128) * ceil(H / block_size / 4) * 512 contiguous
+            bytes, in tiles of 128 rows and 4 blocks, their padding zero.
+        global_scale: G, with "e4m3" only; a number or a CPU tensor of one element (by value, finite and > 0), or a 0-d
+            or (1,) tensor on the device; None for 1. It multiplies the scales: 448 * 6 / amax(y) uses all of their
+            range.
+        eps: added to the mean square, in fp32; finite and >= 0.
+        block_size: 16 or 32 elements.
+        scale_format: "e4m3" or "ue8m0" (block_size 32 only); None for what goes with the block size.
+        is_sf_swizzled_layout: whether scales lie in the tiles that block-scaled matrix products read.
+        enable_pdl: programmatic dependent launch. None and True mean on from compute capability 9.0.
+        scale_rule: of "ue8m0": "up" (rounded up, so that nothing saturates), or "ocp" (the specification's
+            2^(floor(log2 a) - 2), with which the largest elements may saturate).
+        numerics: as in `rmsnorm`; all modes round once, here.
+
+    Returns:
+        (y_fp4, block_scale).
+
+    Raises:
+        TypeError: for something that is no tensor, or an eps or global_scale that is no number.
+        ValueError: for a wrong dtype, shape, device, overlap or option, before anything is launched.
+        RuntimeError: where no route serves the device, or a gradient would be lost.
+    """
+    op, call = (FP4QUANT_SWIZZLED, _SWIZZLED) if is_sf_swizzled_layout else (FP4QUANT, _ROWS)
+    chosen: dict[str, Any] = {"block_size": block_size, "scale_format": scale_format, "scale_rule": scale_rule}
+    if y_fp4 is None or block_scale is None or is_sf_swizzled_layout is not True:
+        scaled.check_flag(op, "is_sf_swizzled_layout", is_sf_swizzled_layout)
+        y_fp4, block_scale = _outputs(op, input, y_fp4, block_scale, is_sf_swizzled_layout, chosen)
+    made = call(input, weight, y_fp4, block_scale, global_scale, eps, enable_pdl, numerics=numerics, **chosen)
+    return made[0], made[1]
+
+
+@ADD_FP4QUANT.warm(
+    only={"is_sf_swizzled_layout": False, "output_both_sf_layouts": False}, unless=("block_scale_unswizzled",)
+)
+def add_rmsnorm_fp4quant(
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    y_fp4: torch.Tensor | None = None,
+    block_scale: torch.Tensor | None = None,
+    global_scale: float | torch.Tensor | None = None,
+    eps: float = 1e-6,
+    block_size: int = 16,
+    scale_format: str | None = None,
+    is_sf_swizzled_layout: bool = False,
+    output_both_sf_layouts: bool = False,
+    block_scale_unswizzled: torch.Tensor | None = None,
+    enable_pdl: bool | None = None,
+    y_out: torch.Tensor | None = None,
+    *,
+    scale_rule: str = "up",
+    numerics: str = "flashinfer",
+) -> tuple[torch.Tensor, ...]:
+    r"""Adds into the residual stream, and normalises the sum into e2m1: `rmsnorm_fp4quant` of `input + residual`.
+
+    .. math::
+        h = \mathrm{input} + \mathrm{residual}, \quad \mathrm{residual} \leftarrow h, \quad
+        \mathrm{y\_out} = \operatorname{rmsnorm}(h)
+
+    Args:
+        input: [..., H], fp32, fp16 or bf16; not written. H is a multiple of `block_size`.
+        residual: of the same shape, fp32, fp16 or bf16, any strides; overwritten with the sum, rounded once.
+        weight, y_fp4, block_scale, global_scale, eps, block_size, scale_format, is_sf_swizzled_layout, enable_pdl,
+            scale_rule: as in `rmsnorm_fp4quant`.
+        output_both_sf_layouts: scales are written in both layouts: swizzled to `block_scale`, and by rows to
+            `block_scale_unswizzled`.
+        block_scale_unswizzled: [..., H / block_size], then written in place of a new tensor.
+        y_out: [..., H], the input's dtype: also written, with the norm, rounded once. No other byte depends on it.
+        numerics: as in `fused_add_rmsnorm`: whether the norm is of the sum as it is stored.
+
+    Returns:
+        (y_fp4, block_scale), or with both layouts (y_fp4, block_scale, block_scale_unswizzled).
+
+    Raises:
+        As `rmsnorm_fp4quant`; nothing is written then.
+    """
+    scaled.check_flag(ADD_FP4QUANT, "is_sf_swizzled_layout", is_sf_swizzled_layout)
+    scaled.check_flag(ADD_FP4QUANT, "output_both_sf_layouts", output_both_sf_layouts)
+    swizzled = is_sf_swizzled_layout or output_both_sf_layouts
+    op = ADD_FP4QUANT_BOTH if output_both_sf_layouts else ADD_FP4QUANT_SWIZZLED if swizzled else ADD_FP4QUANT
+    chosen: dict[str, Any] = {"block_size": block_size, "scale_format": scale_format, "scale_rule": scale_rule}
+    y_fp4, block_scale = _outputs(op, input, y_fp4, block_scale, swizzled, chosen)
+    more = (global_scale, y_out, eps, enable_pdl)
+    if output_both_sf_layouts:
+        _, block_scale_unswizzled = _outputs(op, input, y_fp4, block_scale_unswizzled, False, chosen)
+        scales = (block_scale, block_scale_unswizzled)
+        return _added_both(input, residual, weight, y_fp4, *scales, *more, numerics=numerics, **chosen)
+    if block_scale_unswizzled is not None:
+        raise ValueError(f"{op.called}: block_scale_unswizzled needs output_both_sf_layouts=True")
+    call = _ADD_SWIZZLED if swizzled else _ADD_ROWS
+    return call(input, residual, weight, y_fp4, block_scale, *more, numerics=numerics, **chosen)
+
+
+# ------------------------------------------------------------------ checks, and what is allocated
+def _check_choices(op: Op, block_size: Any, scale_format: Any, scale_rule: Any, global_scale: Any) -> None:
+    given = {"block_size": block_size, "scale_format": scale_format, "scale_rule": scale_rule}
+    options = {name: check_option(op, name, value) for name, value in given.items()}
+    block, form = _form(options)
+    if form == "ue8m0" and block == 16:
+        raise ValueError(f"{op.called}: scale_format 'ue8m0' needs block_size 32, got 16")
+    if form == "ue8m0" and global_scale is not None:
+        raise ValueError(f"{op.called}: global_scale goes with scale_format 'e4m3', not with 'ue8m0'")
+    if form == "e4m3" and options["scale_rule"] != "up":
+        raise ValueError(f"{op.called}: scale_rule goes with scale_format 'ue8m0', not with 'e4m3'")
+
+
+def _outputs(
+    op: Op, input: Any, y_fp4: Any, block_scale: Any, swizzled: bool, chosen: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """The outputs, new where they were not given."""
+    _check_choices(op, **chosen, global_scale=None)
+    block, form = _form({name: check_option(op, name, value) for name, value in chosen.items()})
+    scaled.check_input(op, input, block)
+    if y_fp4 is None:
+        shape = (*input.shape[:-1], input.shape[-1] // 2)
+        y_fp4 = torch.empty(shape, dtype=torch.uint8, device=input.device).view(CODES)
+    if block_scale is None:
+        block_scale = scaled.empty_scales(input, input.shape[-1] // block, swizzled, SCALE_DTYPES[form])
+    return y_fp4, block_scale
