@@ -19,10 +19,22 @@ from torch import Tensor
 
 import flashnorm
 from flashnorm.backends import builder
-from flashnorm.core.op import OPS
+from flashnorm.core.op import ALL, Op
 from flashnorm.jit.arch import device_arch
 from flashnorm.model import exact
-from flashnorm.program import Cast, Operand, QuantBlocks, QuantTensor, Round, RowProgram, Variant
+from flashnorm.program import (
+    SCALES,
+    BlockScales,
+    Cast,
+    Operand,
+    QuantBlocks,
+    QuantNvfp4,
+    QuantTensor,
+    Round,
+    RowProgram,
+    Variant,
+)
+from flashnorm.scales import dequantize
 
 from .bars import Bars
 from .measure import Call
@@ -34,10 +46,15 @@ Buffers = Any  # a SimpleNamespace of tensors by operand name; Any so that attri
 Bind = Callable[[Buffers], Call]
 
 # Whatever a program takes at run time, by name.
-SCALARS = {"eps": EPS, "scale_value": SCALE, "scale_ub_value": torch.finfo(torch.float32).max}
+SCALARS = {
+    "eps": EPS,
+    "scale_value": SCALE,
+    "global_scale_value": 1.0,
+    "scale_ub_value": torch.finfo(torch.float32).max,
+}
 # A result further than this from the fp64 formula is not the operator: rounding alone is 1.7e-3 in bf16 (2.5e-3 for
-# peers that round twice), 2.6e-2 in e4m3, twice that in e5m2.
-_WRONG = {torch.float8_e4m3fn: 5e-2, torch.float8_e5m2: 1e-1}
+# peers that round twice), 2.6e-2 in e4m3, twice that in e5m2, 0.1 to 0.13 in e2m1 (bytes of two codes).
+_WRONG = {torch.float8_e4m3fn: 5e-2, torch.float8_e5m2: 1e-1, torch.uint8: 2e-1}
 _WRONG_AT_ALL = 2e-2
 
 
@@ -61,7 +78,8 @@ class Bench:
     """An operator in one form, and its contenders.
 
     Attributes:
-        op: the operator, in `OPS`.
+        op: the public operator.
+        behind: the operator that serves this form, where it is another one.
         ours: binds the public function, with every output given.
         peers: binds each peer, by the name it is reported under.
         form: tells two benches of one operator apart.
@@ -77,6 +95,7 @@ class Bench:
     ours: Bind
     peers: Mapping[str, Bind]
     form: str = ""
+    behind: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
     dtypes: Mapping[str, str] = field(default_factory=dict)
     column: bool = False
@@ -89,20 +108,28 @@ class Bench:
         return f"{self.op}/{self.form}" if self.form else self.op
 
     @property
+    def declared(self) -> Op:
+        return ALL[self.behind or self.op]
+
+    @property
     def routes(self) -> tuple[str, ...]:
-        return OPS[self.op].routes
+        return self.declared.routes
 
     def program(self) -> RowProgram:
         """The operator with its weight and bias, and of its other operands only those that a call cannot leave out."""
-        declared = OPS[self.op]
+        declared = self.declared
         names = (o.name for o in declared.operands if o.name not in declared.optional or o.name in ("weight", "bias"))
         options = {key: next(iter(values.values())) for key, values in declared.options.items()}
         return declared.program(frozenset(names), {**options, **self.options})
 
     def variant(self, hidden_size: int, dtype: torch.dtype) -> Variant:
         """The kernel of a call on this bench's buffers."""
-        dtypes = tuple(str(b.dtype).removeprefix("torch.") for b in self.buffers(1, hidden_size, dtype))
-        return Variant(self.program(), dtypes, hidden_size)
+        program = self.program()
+        dtypes = tuple(
+            operand.carried(str(b.dtype).removeprefix("torch."))
+            for operand, b in zip(program.operands(), self.buffers(1, hidden_size, dtype), strict=True)
+        )
+        return Variant(program, dtypes, hidden_size)
 
     # -------------------------------------------------------------- contenders
     def contenders(self, routes: Iterable[str], peers: Iterable[str], device: str) -> list[Contender]:
@@ -137,13 +164,14 @@ class Bench:
         def buffer(operand: Operand) -> Buffer:
             shape: tuple[int, ...] = {
                 "row": (num_tokens, hidden_size),
+                "pairs": (num_tokens, hidden_size // 2),
                 "vec": (hidden_size,),
                 "per_row": (num_tokens,),
                 "scalar": (1,),
             }.get(operand.kind, ())
-            if operand.kind == "blocks":
+            if operand.kind in SCALES:
                 store = program.store
-                assert isinstance(store, QuantBlocks)
+                assert isinstance(store, BlockScales)
                 rows = -(-num_tokens // 4) * 4 if self.column else num_tokens
                 shape = (rows, store.columns(hidden_size))
             name = str(dtype).removeprefix("torch.")
@@ -195,16 +223,19 @@ class Bench:
 
     def values(self, t: Buffers, returned: object, rows: Sequence[int]) -> Tensor:
         """What some rows of a result stand for, in fp64: codes are multiplied with their scale."""
-        store, result = self.program().store, self.result(t, returned)
-        values = torch.stack([result[row].double() for row in rows])
+        store, result, pick = self.program().store, self.result(t, returned), list(rows)
         if isinstance(store, QuantTensor):
-            return values * SCALE
-        if isinstance(store, QuantBlocks):
-            # Second in the tuple of whoever returns one.
-            scale = returned[1] if isinstance(returned, (tuple, list)) else t.scale
-            scale = torch.stack([scale[row].double() for row in rows])
-            return values * scale.repeat_interleave(store.block or values.shape[-1], -1)[:, : values.shape[-1]]
-        return values
+            return result[pick].double() * SCALE
+        if not isinstance(store, BlockScales):
+            return result[pick].double()
+        # Second in the tuple of whoever returns one.
+        scale = returned[1] if isinstance(returned, (tuple, list)) else t.scale
+        if isinstance(store, QuantBlocks) and not store.ue8m0:
+            values, beside = result[pick].double(), torch.stack([scale[row].double() for row in rows])
+            return values * beside.repeat_interleave(store.block or values.shape[-1], -1)[:, : values.shape[-1]]
+        kind = torch.float8_e4m3fn if isinstance(store, QuantNvfp4) else torch.uint8
+        beside = scale[pick].view(kind)
+        return dequantize(result[pick], beside, block_size=store.block, dtype=torch.float64)
 
     def expected(self, t: Buffers, rows: Sequence[int]) -> Tensor:
         """What some rows should stand for, by the formula in fp64; to be asked before a call that writes in place."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import flashnorm
@@ -11,7 +12,7 @@ from . import rivals
 from .bars import BARE, CUDA, Bars, Shape
 from .entry import Bench, Bind, Buffers
 from .measure import Call
-from .rivals import EPS, LIGER_MODE, SCALE, compiled, flashinfer, flashinfer_cuda, liger, quack
+from .rivals import EPS, LIGER_MODE, SCALE, compiled, flashinfer, flashinfer_cuda, flashinfer_silu, liger, quack
 
 # Decode, prefill, wide rows that need more than one CTA, and the narrow rows of QK norms.
 TABLE: tuple[Shape, ...] = (
@@ -23,6 +24,14 @@ QUANT_TABLE = tuple(shape for shape in TABLE if shape[1] <= 32768)
 LAYERNORM_TABLE = (*QUANT_TABLE, (16384, 7168))
 BLOCK_TABLE: tuple[Shape, ...] = ((1, 4096), *((rows, 7168) for rows in (1, 8, 64, 512, 4096, 16384)))
 DYNAMIC_TABLE: tuple[Shape, ...] = ((1, 4096), (64, 7168), (4096, 4096), (16384, 7168))
+# Decoders of video models: widths by tokens of a frame at each resolution.
+_SILU_WIDTHS = (48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 1024)
+SILU_TABLE: tuple[Shape, ...] = (
+    *((tokens, width) for tokens in (1560, 6240, 24960, 99840) for width in _SILU_WIDTHS),
+    *((399360, width) for width in (96, 128, 192, 384)),
+)
+SILU_QUANT_TABLE: tuple[Shape, ...] = tuple((t, h) for t, h in SILU_TABLE if t in (1560, 24960, 99840))
+FOUR_BITS_TABLE: tuple[Shape, ...] = ((1, 4096), (64, 7168), (4096, 4096), (16384, 7168))
 
 _CEILING_WIDE = {shape: 0.92 for shape in TABLE if shape[1] >= 65536}
 _HOST = {BARE: 1.4, "flashinfer cute": 0.6}
@@ -34,6 +43,16 @@ _LAYERNORM = Bars(
 _LAYERNORM_QUANT = Bars(CUDA, ratio=1.0, slack_us=0.0)
 _BLOCK = Bars(CUDA, slack_us=0.0, rivals=("flashinfer cuda",), ceiling={(16384, 7168): 0.94})
 _SHOWN = Bars(ratio=None)
+_SILU = Bars(
+    geomean=0.97, slack_us=0.0, rivals=("torch.compile", "flashinfer cuda"),
+    ceiling={(tokens, width): 0.92 for tokens, width in SILU_TABLE if tokens >= 99840 and width >= 128},
+)  # fmt: skip
+_SILU_QUANT = replace(
+    _SILU, rivals=("torch.compile",), host={},
+    ceiling={shape: share for shape, share in _SILU.ceiling.items() if shape in SILU_QUANT_TABLE},
+)  # fmt: skip
+# Emulated before Blackwell: integer work is the limit, not memory.
+_FOUR_BITS = Bars(ratio=None, ceiling={shape: 1 / 1.5 for shape in FOUR_BITS_TABLE[2:]})
 
 
 def _torch(formula: Callable[..., object], *names: str) -> dict[str, Bind]:
@@ -55,6 +74,11 @@ def _dynamic(form: str, granularity: str | int, formula: Callable[..., object]) 
 
     peers, options = _torch(formula, "x", "weight"), {"granularity": form}
     return Bench("rmsnorm_dynamic_quant", ours, peers, form, options, shapes=DYNAMIC_TABLE, bars=_SHOWN)
+
+
+def _blocks(op: str, form: str, options: dict[str, str], call: Callable[[Buffers], Call]) -> Bench:
+    dtypes = {"scale": "uint8", **({"out": "uint8"} if op == "rmsnorm_fp4quant" else {})}
+    return Bench(op, call, {}, form, options=options, dtypes=dtypes, shapes=FOUR_BITS_TABLE, bars=_FOUR_BITS)
 
 
 _ENTRIES = (
@@ -167,6 +191,37 @@ _ENTRIES = (
     ),
     _dynamic("token", "token", rivals.rmsnorm_token_quant),
     _dynamic("128", 128, rivals.rmsnorm_block_quant),
+    Bench(
+        "fused_rmsnorm_silu",
+        ours=lambda t: partial(flashnorm.fused_rmsnorm_silu, t.x, t.weight, EPS, t.out),
+        peers={
+            **_torch(rivals.rmsnorm_silu, "x", "weight"),
+            "flashinfer cuda": lambda t: flashinfer_silu(t.x, t.weight, t.out),
+        },
+        shapes=SILU_TABLE,
+        bars=_SILU,
+    ),
+    Bench(
+        "fused_rmsnorm_silu",
+        ours=lambda t: partial(flashnorm.fused_rmsnorm_silu, t.x, t.weight, EPS, t.out, scale=SCALE),
+        peers=_torch(rivals.rmsnorm_silu_quant, "x", "weight"),
+        form="e4m3",
+        behind="fused_rmsnorm_silu_quant",
+        shapes=SILU_QUANT_TABLE,
+        bars=_SILU_QUANT,
+    ),
+    _blocks(
+        "rmsnorm_fp4quant", "nvfp4", {},
+        lambda t: partial(flashnorm.rmsnorm_fp4quant, t.x, t.weight, t.out, t.scale, eps=EPS),
+    ),
+    _blocks(
+        "rmsnorm_fp4quant", "mxfp4", {"block_size": "32"},
+        lambda t: partial(flashnorm.rmsnorm_fp4quant, t.x, t.weight, t.out, t.scale, eps=EPS, block_size=32),
+    ),
+    _blocks(
+        "rmsnorm_mxfp8_quant", "", {},
+        lambda t: partial(flashnorm.rmsnorm_mxfp8_quant, t.x, t.weight, t.out, t.scale, EPS),
+    ),
 )  # fmt: skip
 BENCHES: dict[str, Bench] = {entry.name: entry for entry in _ENTRIES}
 

@@ -49,8 +49,9 @@ def build(job: Job) -> None:
 class Builds:
     """What is being built in the background."""
 
-    def __init__(self, todo: Sequence[Job], peers: Iterable[str]):
-        self._futures: list[Future[Any]] = start_building(peers)
+    def __init__(self, todo: Sequence[Job], peers: Iterable[str], work: Sequence[tuple[Bench, Shape]] = ()):
+        silu = [shape for bench, shape in work if bench.name == "fused_rmsnorm_silu"]
+        self._futures: list[Future[Any]] = start_building(peers, silu, norms=len(silu) < len(work) or not work)
         self._pool: ProcessPoolExecutor | None = None
         if len(todo) > 1:
             # Fresh interpreters: a forked child would inherit torch's threads, and their locks, as they were.

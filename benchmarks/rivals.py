@@ -71,6 +71,14 @@ def rmsnorm_block_quant(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return _blocks(_rms(x.float(), weight).to(x.dtype), 128, 1e-10)
 
 
+def rmsnorm_silu(x: Tensor, weight: Tensor) -> Tensor:
+    return F.silu(_rms(x.float(), weight)).to(x.dtype)
+
+
+def rmsnorm_silu_quant(x: Tensor, weight: Tensor) -> Tensor:
+    return _codes(F.silu(_rms(x.float(), weight)) * (1 / SCALE))
+
+
 def _rms(h: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(h, weight.shape, weight.float(), EPS)
 
@@ -119,6 +127,27 @@ def flashinfer_cuda() -> Any:
     return _flashinfer_cuda_build().result()
 
 
+@functools.cache
+def _flashinfer_silu_build(tokens: int, width: int) -> Future[Any]:
+    """FlashInfer's module for one width and number of tokens, being built."""
+    norm, jit = importlib.import_module("flashinfer.norm"), importlib.import_module("flashinfer.jit.rmsnorm_silu")
+    warps, split, config, occupancy, load = jit.select_knobs(width, tokens, "bf16", 90)
+    ctas = jit._estimate_ctas_per_row(width, split, config, load)
+    return _BUILDERS.submit(norm._get_rmsnorm_silu_module, width, "bf16", warps, ctas, load, config, occupancy)
+
+
+_BUILDERS = ThreadPoolExecutor(8)
+SILU_WIDTHS = (48, 96, 192, 384)  # that FlashInfer is tuned for on compute capability 9.0; others take 8 to 40 times
+
+
+def flashinfer_silu(x: Tensor, weight: Tensor, out: Tensor) -> Callable[[], Any]:
+    tokens, width = x.shape
+    if width not in SILU_WIDTHS:
+        raise ValueError("not tuned for this width")
+    _flashinfer_silu_build(tokens, width).result()
+    return functools.partial(importlib.import_module("flashinfer.norm").fused_rmsnorm_silu, x, weight, EPS, out)
+
+
 def quack() -> Any:
     return importlib.import_module("quack.rmsnorm")
 
@@ -130,9 +159,17 @@ def liger(module: str, function: str) -> Any:
 LIGER_MODE = (0.0, "llama", False)  # offset, casting mode, in place
 
 
-def start_building(peers: Iterable[str]) -> list[Future[Any]]:
-    """Starts what a peer builds for a minute, in the background; whoever binds it waits for it."""
-    if "flashinfer cuda" in peers:
-        with contextlib.suppress(Exception):  # said where it is bound
-            return [_flashinfer_cuda_build()]
+def start_building(peers: Iterable[str], silu: Iterable[tuple[int, int]] = (), norms: bool = True) -> list[Future[Any]]:
+    """Starts what a peer builds for a minute, in the background; whoever binds it waits for it.
+
+    Args:
+        peers: that are asked for.
+        silu: shapes at which RMSNorm + SiLU is measured.
+        norms: whether anything else is.
+    """
+    if "flashinfer cuda" not in peers:
+        return []
+    with contextlib.suppress(Exception):  # said where it is bound
+        started = [_flashinfer_silu_build(tokens, width) for tokens, width in silu if width in SILU_WIDTHS]
+        return [*started, _flashinfer_cuda_build()] if norms else started
     return []

@@ -108,7 +108,7 @@ class Run:
             progress(f"nothing is built ahead: {_reason(error)}")
             todo = []
         with self.clock("compiling"):
-            builds = Builds(todo, self.args.peers if self.device.type == "cuda" else ())
+            builds = Builds(todo, self.args.peers if self.device.type == "cuda" else (), work)
             for bench, shape in work:
                 if builds.done() or self.broken or self.elapsed() > _AHEAD * self.args.budget:
                     break

@@ -13,7 +13,10 @@ from flashnorm.core import dispatch, plan
 from flashnorm.core.op import OPS
 from flashnorm.core.tools import tools
 
-FORMATS = {"e4m3": 89, "e5m2": 89, "e2m1": 100, "ue8m0": 100}  # the first sm with conversion instructions
+# Where an encoding has conversion instructions: from an sm on, or on these alone, which have them in targets that are
+# compiled for one device or family. A device that the compiler does not know gets portable code, without them.
+FP8_SINCE = 89
+BLACKWELL = (100, 103, 110, 120, 121)
 
 
 def explain(op: str, *tensors: Any, **options: Any) -> dispatch.Explanation:
@@ -70,9 +73,9 @@ def capabilities(device: torch.device | str | None = None) -> dict[str, Any]:
 
 def formats(facts: devices.DeviceFacts) -> dict[str, str]:
     """ "native" where the device converts to an encoding by an instruction, else "emulated" (the same bytes)."""
-    return {
-        name: "native" if facts.kind == "cuda" and facts.sm >= first else "emulated" for name, first in FORMATS.items()
-    }
+    fp8, four_bits = facts.kind == "cuda" and facts.sm >= FP8_SINCE, facts.kind == "cuda" and facts.sm in BLACKWELL
+    native = {"e4m3": fp8, "e5m2": fp8, "e2m1": four_bits, "ue8m0": four_bits}
+    return {name: "native" if there else "emulated" for name, there in native.items()}
 
 
 def routes(facts: devices.DeviceFacts, have: dispatch.Tools | None = None) -> dict[str, dispatch.Explanation]:

@@ -36,7 +36,7 @@ def plain_variant(op: Op, dtype: torch.dtype, hidden_size: int, options: dict[st
     left_out.add("input_scale")  # rows are of the given dtype, not int8
     program = op.program(frozenset(o.name for o in op.operands) - left_out, options)
     plain = str(dtype).removeprefix("torch.")
-    dtypes = tuple(plain if o.dtypes == FLOATS else o.dtypes[0] for o in program.operands())
+    dtypes = tuple(o.carried(plain if o.dtypes == FLOATS else o.dtypes[0]) for o in program.operands())
     return Variant(program, dtypes, hidden_size, vec=layout.access_width(hidden_size, [(0, 1, (hidden_size,))]))
 
 

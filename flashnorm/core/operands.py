@@ -69,7 +69,7 @@ def normalise(op: Op, program: RowProgram, tensors: Sequence[torch.Tensor | None
             size, stride = scales_view(op, program, operand, tensor, math.prod(rows), hidden)
         else:
             size, stride = place.view(pool_sizes if operand.kind in _POOLS else sizes)
-        raw = operand.raw and dtype_name(tensor) != "uint8"
+        raw = operand.carried(dtype_name(tensor)) != dtype_name(tensor)
         same = not place.copy and not raw and _is_view(tensor, size, stride)
         views.append(
             View(
@@ -88,7 +88,7 @@ def normalise(op: Op, program: RowProgram, tensors: Sequence[torch.Tensor | None
             access.append((address, tensor.element_size(), stride[:-1]))
     variant = Variant(
         program,
-        tuple("uint8" if o.raw else dtype_name(t) for o, t in zip(operands, given, strict=True)),
+        tuple(o.carried(dtype_name(t)) for o, t in zip(operands, given, strict=True)),
         hidden,
         len(sizes),
         tuple(p.operand.name for p in placed if p.operand.kind == "vec" and not p.shared),

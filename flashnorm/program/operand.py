@@ -48,6 +48,10 @@ class Operand:
     def written(self) -> bool:
         return self.mode != "in"
 
+    def carried(self, dtype: str) -> str:
+        """The dtype as which kernels take a tensor of this one."""
+        return "uint8" if self.raw else dtype
+
 
 @dataclass(frozen=True)
 class Stage:
