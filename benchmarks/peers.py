@@ -52,7 +52,7 @@ _SILU_QUANT = replace(
     ceiling={shape: share for shape, share in _SILU.ceiling.items() if shape in SILU_QUANT_TABLE},
 )  # fmt: skip
 # Emulated before Blackwell: integer work is the limit, not memory.
-_FOUR_BITS = Bars(ratio=None, ceiling={shape: 1 / 1.5 for shape in FOUR_BITS_TABLE[2:]})
+_FOUR_BITS = Bars(ratio=None, ceiling=dict.fromkeys(FOUR_BITS_TABLE[2:], 1 / 1.5))
 
 
 def _torch(formula: Callable[..., object], *names: str) -> dict[str, Bind]:
