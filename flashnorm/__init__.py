@@ -9,7 +9,9 @@ from flashnorm.ahead import gen_norm_module, preload, record
 from flashnorm.api import capabilities, explain
 from flashnorm.core.dispatch import Explanation, backend
 from flashnorm.ops.blocks import fused_add_rmsnorm_fp8_block_quant, rmsnorm_dynamic_quant
+from flashnorm.ops.fp4 import add_rmsnorm_fp4quant, rmsnorm_fp4quant
 from flashnorm.ops.layernorm import fused_add_layernorm, layernorm, layernorm_quant
+from flashnorm.ops.mxfp8 import add_rmsnorm_mxfp8_quant, rmsnorm_mxfp8_quant
 from flashnorm.ops.rmsnorm import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
 from flashnorm.ops.rmsnorm_quant import (
     fused_add_rmsnorm_quant,
@@ -17,12 +19,15 @@ from flashnorm.ops.rmsnorm_quant import (
     gemma_rmsnorm_quant,
     rmsnorm_quant,
 )
+from flashnorm.ops.silu import fused_rmsnorm_silu
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Explanation",
     "__version__",
+    "add_rmsnorm_fp4quant",
+    "add_rmsnorm_mxfp8_quant",
     "backend",
     "capabilities",
     "explain",
@@ -30,6 +35,7 @@ __all__ = [
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_quant",
+    "fused_rmsnorm_silu",
     "gemma_fused_add_rmsnorm",
     "gemma_fused_add_rmsnorm_quant",
     "gemma_rmsnorm",
@@ -41,5 +47,7 @@ __all__ = [
     "record",
     "rmsnorm",
     "rmsnorm_dynamic_quant",
+    "rmsnorm_fp4quant",
+    "rmsnorm_mxfp8_quant",
     "rmsnorm_quant",
 ]

@@ -106,7 +106,7 @@ def warm(
     flags: Mapping[str, str] | None = None,
     unless: Sequence[str] = (),
     seen: Sequence[str] = (),
-    only: Mapping[str, str] | None = None,
+    only: Mapping[str, Any] | None = None,
     eager: bool,
 ) -> Callable[..., Any]:
     """Compiles the function that stands in front of `cold`.
@@ -202,7 +202,7 @@ def _spread(op: Op, name: str) -> str:
     return f"{none}(None, {name}) if {name}.__class__ is float else split({name!r}, {name})"
 
 
-def _elsewhere(unless: Sequence[str], only: Mapping[str, str]) -> str:
+def _elsewhere(unless: Sequence[str], only: Mapping[str, Any]) -> str:
     """What sends a call to the function behind, whatever the tensors are."""
     parts = [*(f"{name} is not None" for name in unless), *(f"{name} != {value!r}" for name, value in only.items())]
     return "".join(f" or {part}" for part in parts)

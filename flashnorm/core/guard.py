@@ -1,7 +1,7 @@
 """Guards: a launch that first makes sure that the call is the one its plan was made for.
 
 A guarded launch takes scalars, enable_pdl and every operand of the operator (None where absent) and returns
-whether it launched. It compares dtype, device, shape, strides and alignment of every tensor, and refuses where
+whether it launched. It compares numbers that its kernel does not take, dtype, device, shape, strides and alignment of every tensor, and refuses where
 something written overlaps something else. One is in C++ and adds a tenth of a microsecond to the kernel's own
 launch; the other, in Python, serves plans that copy, PyTorch's own formula, and machines without a compiler.
 """
@@ -24,13 +24,18 @@ Tensors = Sequence[torch.Tensor | None]
 Guarded = Callable[..., bool]
 
 
-def guarded(op: Op, made: Plan, tensors: Tensors) -> Guarded:
-    """The guarded launch of a plan, made for these tensors."""
-    launch = _in_cpp(op, made, tensors) if made.kernel is not None else None
-    return made.on_device(_in_python(op, made, tensors) if launch is None else launch)
+def guarded(op: Op, made: Plan, tensors: Tensors, scalars: Sequence[float]) -> Guarded:
+    """The guarded launch of a plan, made for these tensors and numbers."""
+    launch = _in_cpp(op, made, tensors, scalars) if made.kernel is not None else None
+    return made.on_device(_in_python(op, made, tensors, scalars) if launch is None else launch)
 
 
-def _in_cpp(op: Op, made: Plan, tensors: Tensors) -> Guarded | None:
+def _fixed(made: Plan, scalars: Sequence[float]) -> list[tuple[int, float]]:
+    """The numbers that go with other programs of the operator: a call with another one is another call."""
+    return [(i, v) for i, v in enumerate(scalars) if i not in made.leading]
+
+
+def _in_cpp(op: Op, made: Plan, tensors: Tensors, scalars: Sequence[float]) -> Guarded | None:
     order = [view.position for view in made.views]
     if order != sorted(order) or any(view.copy for view in made.views):
         return None
@@ -45,7 +50,8 @@ def _in_cpp(op: Op, made: Plan, tensors: Tensors) -> Guarded | None:
         view = by_position.get(i)
         flags.append([operand.written, operand.kind in WIDE, _alias(op, i, tensors)])
         views.append(None if view is None or view.size is None else [view.size, view.stride, view.raw])
-    return make(made.kernel, len(op.scalars) + 1, list(made.leading), flags, views, *tensors)
+    fixed = [list(pair) for pair in _fixed(made, scalars)]
+    return make(made.kernel, len(op.scalars) + 1, list(made.leading), fixed, flags, views, *tensors)
 
 
 def _alias(op: Op, i: int, tensors: Tensors) -> int:
@@ -58,7 +64,8 @@ def _alias(op: Op, i: int, tensors: Tensors) -> int:
     return op.index(operand.like) if alike else -1
 
 
-def _in_python(op: Op, made: Plan, tensors: Tensors) -> Guarded:
+def _in_python(op: Op, made: Plan, tensors: Tensors, scalars: Sequence[float]) -> Guarded:
+    fixed = _fixed(made, scalars)
     first = len(op.scalars) + 1
     wanted = [_facts(t) for t in tensors]
     low = _low(op, tensors)
@@ -66,6 +73,8 @@ def _in_python(op: Op, made: Plan, tensors: Tensors) -> Guarded:
 
     def launch(*args: Any) -> bool:
         given = args[first:]
+        if any(args[i] != value for i, value in fixed):
+            return False
         if [_facts(t) for t in given] != wanted or _low(op, given) != low or not apart(op, given, known):
             return False
         made.run(*args)

@@ -154,7 +154,7 @@ class Op:
         *,
         unless: Sequence[str] = (),
         seen: Sequence[str] = (),
-        only: Mapping[str, str] | None = None,
+        only: Mapping[str, Any] | None = None,
         **flags: str,
     ) -> Callable[[F], F]:
         """Decorates the public function: puts the warm call in front of it.
@@ -172,6 +172,23 @@ class Op:
             return cast(F, fastpath.warm(self, self._warm_calls, cold, **more, eager=True))
 
         return decorate
+
+    def behind(self, check: Callable[[Op, Mapping[str, Any]], None] | None = None) -> Callable[..., Any]:
+        """The call for a public function that has several operators behind it, with a warm call of its own.
+
+        It takes, by position, every operand (a number where `by_value` allows it), the other scalars, the options and
+        enable_pdl. `check` sees them by name in a cold call, before anything else.
+        """
+        numbers = {scalar for scalar, _ in self.by_value.values()}
+        names = (*self._index, *(s for s in self.scalars if s not in numbers), *self.options, "enable_pdl")
+
+        def cold(*args: Any) -> Any:
+            if check is not None:
+                check(self, dict(zip(names, args, strict=True)))
+            return self.checked(*args)
+
+        cold.__signature__ = _positional(names)  # type: ignore[attr-defined]
+        return fastpath.warm(self, self._warm_calls, cold, names={}, eager=True)
 
     def checked(self, *args: Any, seen: tuple[Any, ...] = ()) -> Any:
         """The cold call: validates everything, allocates what is missing, then launches or asks the dispatcher."""
@@ -282,7 +299,7 @@ class Op:
             if operand.written and tensor is not None and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
         if all(a is b for a, b in zip(straight, tensors, strict=True)):
-            entry = (*state, *scalars, guard.guarded(self, made, tensors))
+            entry = (*state, *scalars, guard.guarded(self, made, tensors, scalars))
             fastpath.remember(recent, tensors[0].numel(), entry)
 
     # -------------------------------------------------------------- torch.library
@@ -321,9 +338,7 @@ class Op:
             self._execute(tensors, scalars, options, pdl, self._warm_kernels, state)
 
         names = (*(o.name for o in self.operands), *self.scalars, *self.options, "enable_pdl")
-        kernel.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-        )
+        kernel.__signature__ = _positional(names)  # type: ignore[attr-defined]
         return kernel
 
     def forget(self) -> None:
@@ -342,6 +357,10 @@ class Op:
                     )
         with torch._C._AutoDispatchBelowAutograd():
             self.overload(*args)
+
+
+def _positional(names: Sequence[str]) -> inspect.Signature:
+    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:

@@ -44,7 +44,7 @@ class Plan:
     Attributes:
         run: takes scalars, enable_pdl and every operand of the operator, None where absent.
         kernel: the kernel itself, over `views`; None where `run` is not one kernel.
-        leading: which of the operator's scalars and enable_pdl the kernel takes in front of them.
+        leading: which of the operator's scalars and enable_pdl the program takes, in front of operands.
         views: of the kernel's operands.
         device: where it runs.
         explanation: the route and why.
@@ -76,15 +76,15 @@ def make_plan(op: Op, tensors: Sequence[torch.Tensor | None], options: dict[str,
     x = tensors[0]
     assert x is not None
     program = op.program_of(tensors, options)
-    operands = program.operands()
+    operands, leading = program.operands(), tuple(leading_arguments(op, program))
     grid = grid_of(operands, [tensors[op.index(o.name)] for o in operands])
     if 0 in grid:
-        return Plan(_nothing, None, (), (), x.device, dispatch.Explanation(op.name, None, ()))
+        return Plan(_nothing, None, leading, (), x.device, dispatch.Explanation(op.name, None, ()))
     variant, views = normalise(op, program, tensors)
     explanation, kernel = _serve(op, variant, devices.facts(x.device), x.device)
     if explanation.route == "torch":
-        return Plan(_reference_launch(op, program, options, math.prod(grid)), None, (), (), x.device, explanation)
-    run, leading = over(op, program, kernel, views), tuple(leading_arguments(op, program))
+        return Plan(_reference_launch(op, program, options, math.prod(grid)), None, leading, (), x.device, explanation)
+    run = over(op, program, kernel, views)
     return Plan(run, kernel, leading, tuple(views), x.device, explanation)
 
 

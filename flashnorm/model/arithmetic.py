@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashnorm.program import EXP2, EXP_FROM, EXP_TO, LOG2E
+
 
 def add(a: Tensor, b: Tensor) -> Tensor:
     return (a.double() + b.double()).float()
@@ -43,6 +45,29 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     even = (s.contiguous().view(torch.int64) & 1) == 0
     toward = torch.where(lost > 0, torch.inf, -torch.inf).double()
     return torch.where((lost != 0) & even & s.isfinite(), torch.nextafter(s, toward), s).float()
+
+
+def exp(t: Tensor) -> Tensor:
+    """e^t by the operations that `Silu` prescribes."""
+
+    def number(value: float) -> Tensor:
+        return torch.tensor(value, dtype=torch.float32, device=t.device)
+
+    # A NaN compares false, and stays.
+    x = torch.where(t < EXP_FROM, EXP_FROM, t)
+    magic = number(1.5 * 2.0**23)  # beside it, fp32 has no fractions: adding it rounds
+    n = sub(fma(x, number(LOG2E[0]), magic), magic)
+    f = fma(x, number(LOG2E[1]), fma(x, number(LOG2E[0]), -n))
+    p = number(EXP2[-1]).expand_as(t)
+    for factor in (*EXP2[-2::-1], 1.0):
+        p = fma(p, f, number(factor))
+    power = ((n.long().clamp(-1022, 1023) + 1023) << 52).view(torch.float64)
+    return torch.where(t > EXP_TO, torch.inf, (p.double() * power).float())  # exact
+
+
+def silu(y: Tensor) -> Tensor:
+    """div(y, add(1, exp(-y)))."""
+    return div(y, add(torch.ones_like(y), exp(-y)))
 
 
 def _halve(v: Tensor) -> Tensor:

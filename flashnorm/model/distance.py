@@ -18,10 +18,14 @@ def steps(got: Tensor, wanted: Tensor) -> Tensor:
     """How many representable values apart, elementwise, in the dtype of `got`; both NaN is 0, one NaN is 2^31.
 
     Codes are made of `wanted` where it is in no dtype of codes. Bytes of exponents are as far apart as their numbers,
-    and four of them packed in an int32 are compared one by one, against four columns of `wanted`.
+    and four of them packed in an int32 are compared one by one, against four columns of `wanted`; pairs of e2m1 codes
+    against two columns, or against pairs.
     """
     if got.dtype == torch.int32:
         return (formats.unpack(got) - wanted.long()).abs()
+    if got.dtype == formats.E2M1:
+        codes = formats.unpaired(wanted) if wanted.dtype == got.dtype else formats.numbers(wanted.float(), got.dtype)
+        return (_nibble_ordinal(formats.unpaired(got)) - _nibble_ordinal(codes)).abs()
     if got.dtype == torch.uint8:
         return (got.long() - wanted.long()).abs()
     if got.dtype in formats.LARGEST and wanted.dtype != got.dtype:
@@ -51,6 +55,12 @@ def _ordinal(t: Tensor) -> Tensor:
     """The place of a floating-point number among all of its format; 0 for both zeros."""
     size = _integers(t).long() & ((1 << 8 * t.element_size() - 1) - 1)
     return torch.where(_integers(t).long() >> (8 * t.element_size() - 1) & 1 == 1, -size, size)
+
+
+def _nibble_ordinal(code: Tensor) -> Tensor:
+    """The same of e2m1 codes, which all stand for numbers."""
+    size = code.long() & 7
+    return torch.where(code & 8 != 0, -size, size)
 
 
 def _bits(t: Tensor) -> Tensor:

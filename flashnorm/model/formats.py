@@ -1,24 +1,36 @@
 """Number formats of quantised results, by integer arithmetic on the bits of fp32 numbers.
 
 Codes are nearest even and saturate: an infinity is the largest finite code with its sign. NaN is 0x7F whatever its
-sign (0 in int8). -0 and what underflows keep their sign. (fp8: "FP8 Formats for Deep Learning", arXiv:2209.05433;
-ue8m0: OCP Microscaling Formats specification 1.0.)
+sign (7 in e2m1, 0 in int8). -0 and what underflows keep their sign. (fp8: "FP8 Formats for Deep Learning",
+arXiv:2209.05433; e2m1 and ue8m0: OCP Microscaling Formats specification 1.0.)
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0}
-_FP8 = {E4M3: (3, 7, 0x7E), E5M2: (2, 15, 0x7B)}  # bits of the fraction, exponent bias, largest finite code
+from flashnorm.program import TILE_COLUMNS, TILE_ROWS, swizzled_offset
+
+E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0, torch.int8: 127.0}
+# bits of the fraction, exponent bias, largest finite code, sign, NaN
+_FORMATS = {E4M3: (3, 7, 0x7E, 0x80, 0x7F), E5M2: (2, 15, 0x7B, 0x80, 0x7F), E2M1: (1, 1, 0x7, 0x8, 0x7)}
 _INFINITY = 0x7F800000  # as bits of an fp32 number; above it, NaN
 
 
 def encode(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 values to codes of `dtype`: float8_e4m3fn, float8_e5m2 or int8."""
+    """fp32 values to codes of `dtype`: float8_e4m3fn, float8_e5m2, int8, or pairs of float4_e2m1fn_x2."""
+    if dtype == E2M1:
+        return pairs(numbers(values, dtype)).view(dtype)
+    return numbers(values, dtype).view(dtype)
+
+
+def numbers(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bits of the codes, one a byte."""
     bits = values.contiguous().view(torch.int32).long()
     sign, size = bits < 0, bits & 0x7FFFFFFF
     exponent = size >> 23
@@ -26,13 +38,13 @@ def encode(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.int8:
         code = _shifted(significand, 127 + 23 - exponent).clamp(max=127)
         return torch.where(size > _INFINITY, 0, torch.where(sign, -code, code)).to(dtype)
-    fraction, bias, largest = _FP8[dtype]
+    fraction, bias, largest, negative, nan = _FORMATS[dtype]
     wanted = exponent - 127 + bias  # the code's exponent, where the value is normal there
     kept = _shifted(significand, 23 - fraction + (1 - wanted).clamp(min=0))
     # The leading bit counts as one step of the exponent, and so does a fraction that was rounded up to the next power.
     code = (kept + ((wanted.clamp(min=1) - 1) << fraction)).clamp(max=largest)
-    code = torch.where(sign, code | 0x80, code)
-    return torch.where(size > _INFINITY, 0x7F, code).to(torch.uint8).view(dtype)
+    code = torch.where(sign, code | negative, code)
+    return torch.where(size > _INFINITY, nan, code).to(torch.uint8)
 
 
 def _shifted(number: Tensor, shift: Tensor) -> Tensor:
@@ -42,7 +54,34 @@ def _shifted(number: Tensor, shift: Tensor) -> Tensor:
     return kept + ((rest > half) | ((rest == half) & (kept & 1 == 1))).long()
 
 
+# ------------------------------------------------------------------ two codes in a byte
+def pairs(nibbles: Tensor) -> Tensor:
+    """[..., H] codes of four bits to [..., H / 2] bytes: the element with the even index in the low half."""
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
+
+
+def unpaired(pair: Tensor) -> Tensor:
+    """[..., H / 2] bytes to [..., H] codes of four bits."""
+    byte = pair.contiguous().view(torch.uint8)
+    return torch.stack([byte & 0xF, byte >> 4], -1).flatten(-2)
+
+
+def e2m1(nibbles: Tensor) -> Tensor:
+    """What codes of four bits stand for, fp32: +-(0, 0.5, 1, 1.5, 2, 3, 4, 6)."""
+    fraction, exponent = nibbles & 1, nibbles >> 1 & 3
+    size = torch.where(exponent == 0, fraction * 2, (2 + fraction) << exponent) / 4
+    return torch.where(nibbles & 8 != 0, -size, size)
+
+
 # ------------------------------------------------------------------ scales that are powers of two
+def floor_bytes(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """127 + floor(log2 amax) - floor(log2 Q) of fp32 magnitudes, within 0 ... 254; NaN is 255. Zeros give 0."""
+    part, exponent = torch.frexp(amax.double())  # amax = part * 2^exponent, 1/2 <= part < 1
+    largest = math.frexp(LARGEST[dtype])[1]
+    byte = torch.where(part == 0, 0, (127 + exponent.long() - largest).clamp(0, 254))
+    return torch.where(amax.isnan(), 255, byte).to(torch.uint8)
+
+
 def exponent_bytes(scale: Tensor) -> Tensor:
     """127 + the smallest e with 2^e >= an fp32 scale, within 0 ... 254; NaN is 255."""
     bits = scale.contiguous().view(torch.int32).long()
@@ -67,3 +106,23 @@ def pack(byte: Tensor) -> Tensor:
 def unpack(word: Tensor) -> Tensor:
     """[M, W] int32 to [M, 4 W] bytes."""
     return ((word.long().unsqueeze(-1) >> torch.tensor([0, 8, 16, 24], device=word.device)) & 0xFF).flatten(-2)
+
+
+# ------------------------------------------------------------------ scales in tiles
+def swizzled(scales: Tensor) -> Tensor:
+    """[M, B] scales in tiles of 128 rows and 4 columns, as [M', C]; what tiles have beyond them is 0."""
+    offset, rows, columns = _offsets(scales.shape[0], scales.shape[1], scales.device)
+    tiles = torch.zeros(rows * columns, dtype=scales.dtype, device=scales.device)
+    return tiles.index_put_((offset,), scales).view(rows, columns)
+
+
+def unswizzled(tiles: Tensor, rows: int, blocks: int) -> Tensor:
+    """[M', C] in tiles to the [M, B] in them."""
+    return tiles.flatten()[_offsets(rows, blocks, tiles.device)[0]]
+
+
+def _offsets(rows: int, blocks: int, device: torch.device) -> tuple[Tensor, int, int]:
+    """(where the scale of each row and block is, M', C)."""
+    columns = -(-blocks // TILE_COLUMNS) * TILE_COLUMNS
+    row, column = torch.arange(rows, device=device).unsqueeze(-1), torch.arange(blocks, device=device)
+    return swizzled_offset(row, column, columns), -(-rows // TILE_ROWS) * TILE_ROWS, columns  # type: ignore

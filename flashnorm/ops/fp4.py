@@ -15,7 +15,6 @@ from flashnorm.ops import programs, scaled
 from flashnorm.program import FP4, BlockScales, Layout, QuantBlocks, QuantNvfp4
 
 Tensor = torch.Tensor
-Results = tuple[Tensor, ...]
 BLOCK_SIZE = {"16": "16", "32": "32", 16: "16", 32: "32"}
 SCALE_FORMAT = {"auto": "auto", "e4m3": "e4m3", "ue8m0": "ue8m0", None: "auto"}
 SCALE_DTYPES = {"e4m3": torch.float8_e4m3fn, "ue8m0": torch.uint8}
@@ -65,87 +64,39 @@ ADD_FP4QUANT, ADD_FP4QUANT_SWIZZLED, ADD_FP4QUANT_BOTH = (
 )
 
 
-# ------------------------------------------------------------------ the calls behind the public functions
-def _plain(op: Op) -> Callable[..., Results]:
-    @op.warm()
-    def call(
-        input: Tensor,
-        weight: Tensor | None,
-        y_fp4: Tensor,
-        block_scale: Tensor,
-        global_scale: float | Tensor | None,
-        eps: float,
-        enable_pdl: bool | None,
-        *,
-        numerics: str,
-        block_size: int,
-        scale_format: str | None,
-        scale_rule: str,
-    ) -> Results:
-        options = (numerics, block_size, scale_format, scale_rule)
-        _check_choices(op, *options[1:], global_scale)
-        result: Results = op.checked(input, weight, y_fp4, block_scale, global_scale, eps, *options, enable_pdl)
-        return result
-
-    return call
+# ------------------------------------------------------------------ checks, and what is allocated
+def _check(op: Op, given: Mapping[str, Any]) -> None:
+    """What goes with what."""
+    options = {name: check_option(op, name, given[name]) for name in ("block_size", "scale_format", "scale_rule")}
+    block, form = _form(options)
+    if form == "ue8m0" and block == 16:
+        raise ValueError(f"{op.called}: scale_format 'ue8m0' needs block_size 32, got 16")
+    if form == "ue8m0" and given["global_scale"] is not None:
+        raise ValueError(f"{op.called}: global_scale goes with scale_format 'e4m3', not with 'ue8m0'")
+    if form == "e4m3" and options["scale_rule"] != "up":
+        raise ValueError(f"{op.called}: scale_rule goes with scale_format 'ue8m0', not with 'e4m3'")
+    if "normed_out" in given:
+        check_dtype_of(op, "y_out", given["normed_out"], given["x"])
 
 
-def _added(op: Op) -> Callable[..., Results]:
-    @op.warm()
-    def call(
-        input: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        y_fp4: Tensor,
-        block_scale: Tensor,
-        global_scale: float | Tensor | None,
-        y_out: Tensor | None,
-        eps: float,
-        enable_pdl: bool | None,
-        *,
-        numerics: str,
-        block_size: int,
-        scale_format: str | None,
-        scale_rule: str,
-    ) -> Results:
-        options = (numerics, block_size, scale_format, scale_rule)
-        _check_choices(op, *options[1:], global_scale)
-        check_dtype_of(op, "y_out", y_out, input)
-        given = (input, residual, weight, y_fp4, block_scale, global_scale, y_out)
-        result: Results = op.checked(*given, eps, *options, enable_pdl)
-        return result
-
-    return call
+def _outputs(
+    op: Op, input: Any, y_fp4: Any, block_scale: Any, swizzled: bool, block_size: Any, scale_format: Any
+) -> tuple[Any, Any]:
+    """The outputs, new where they were not given."""
+    chosen = {"block_size": block_size, "scale_format": scale_format}
+    block, form = _form({name: check_option(op, name, value) for name, value in chosen.items()})
+    scaled.check_input(op, input, block)
+    if y_fp4 is None:
+        shape = (*input.shape[:-1], input.shape[-1] // 2)
+        y_fp4 = torch.empty(shape, dtype=torch.uint8, device=input.device).view(CODES)
+    if block_scale is None:
+        block_scale = scaled.empty_scales(input, input.shape[-1] // block, swizzled, SCALE_DTYPES[form])
+    return y_fp4, block_scale
 
 
-@ADD_FP4QUANT_BOTH.warm()
-def _added_both(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    y_fp4: Tensor,
-    block_scale: Tensor,
-    block_scale_unswizzled: Tensor,
-    global_scale: float | Tensor | None,
-    y_out: Tensor | None,
-    eps: float,
-    enable_pdl: bool | None,
-    *,
-    numerics: str,
-    block_size: int,
-    scale_format: str | None,
-    scale_rule: str,
-) -> Results:
-    options = (numerics, block_size, scale_format, scale_rule)
-    _check_choices(ADD_FP4QUANT_BOTH, *options[1:], global_scale)
-    check_dtype_of(ADD_FP4QUANT_BOTH, "y_out", y_out, input)
-    given = (input, residual, weight, y_fp4, block_scale, block_scale_unswizzled, global_scale, y_out)
-    result: Results = ADD_FP4QUANT_BOTH.checked(*given, eps, *options, enable_pdl)
-    return result
-
-
-_ROWS, _SWIZZLED = _plain(FP4QUANT), _plain(FP4QUANT_SWIZZLED)
-_ADD_ROWS, _ADD_SWIZZLED = _added(ADD_FP4QUANT), _added(ADD_FP4QUANT_SWIZZLED)
+_ROWS, _SWIZZLED, _ADD_ROWS, _ADD_SWIZZLED, _ADD_BOTH = (
+    op.behind(_check) for op in (FP4QUANT, FP4QUANT_SWIZZLED, ADD_FP4QUANT, ADD_FP4QUANT_SWIZZLED, ADD_FP4QUANT_BOTH)
+)
 
 
 # ------------------------------------------------------------------ the public functions
@@ -210,12 +161,13 @@ def rmsnorm_fp4quant(
         RuntimeError: where no route serves the device, or a gradient would be lost.
     """
     op, call = (FP4QUANT_SWIZZLED, _SWIZZLED) if is_sf_swizzled_layout else (FP4QUANT, _ROWS)
-    chosen: dict[str, Any] = {"block_size": block_size, "scale_format": scale_format, "scale_rule": scale_rule}
     if y_fp4 is None or block_scale is None or is_sf_swizzled_layout is not True:
         scaled.check_flag(op, "is_sf_swizzled_layout", is_sf_swizzled_layout)
-        y_fp4, block_scale = _outputs(op, input, y_fp4, block_scale, is_sf_swizzled_layout, chosen)
-    made = call(input, weight, y_fp4, block_scale, global_scale, eps, enable_pdl, numerics=numerics, **chosen)
-    return made[0], made[1]
+        given = (input, y_fp4, block_scale, is_sf_swizzled_layout, block_size, scale_format)
+        y_fp4, block_scale = _outputs(op, *given)
+    options = (numerics, block_size, scale_format, scale_rule)
+    pair: tuple[Tensor, Tensor] = call(input, weight, y_fp4, block_scale, global_scale, eps, *options, enable_pdl)
+    return pair
 
 
 @ADD_FP4QUANT.warm(
@@ -267,42 +219,14 @@ def add_rmsnorm_fp4quant(
     scaled.check_flag(ADD_FP4QUANT, "output_both_sf_layouts", output_both_sf_layouts)
     swizzled = is_sf_swizzled_layout or output_both_sf_layouts
     op = ADD_FP4QUANT_BOTH if output_both_sf_layouts else ADD_FP4QUANT_SWIZZLED if swizzled else ADD_FP4QUANT
-    chosen: dict[str, Any] = {"block_size": block_size, "scale_format": scale_format, "scale_rule": scale_rule}
-    y_fp4, block_scale = _outputs(op, input, y_fp4, block_scale, swizzled, chosen)
-    more = (global_scale, y_out, eps, enable_pdl)
+    y_fp4, block_scale = _outputs(op, input, y_fp4, block_scale, swizzled, block_size, scale_format)
+    scales: tuple[Tensor, ...] = (block_scale,)
     if output_both_sf_layouts:
-        _, block_scale_unswizzled = _outputs(op, input, y_fp4, block_scale_unswizzled, False, chosen)
-        scales = (block_scale, block_scale_unswizzled)
-        return _added_both(input, residual, weight, y_fp4, *scales, *more, numerics=numerics, **chosen)
-    if block_scale_unswizzled is not None:
+        scales += _outputs(op, input, y_fp4, block_scale_unswizzled, False, block_size, scale_format)[1:]
+    elif block_scale_unswizzled is not None:
         raise ValueError(f"{op.called}: block_scale_unswizzled needs output_both_sf_layouts=True")
-    call = _ADD_SWIZZLED if swizzled else _ADD_ROWS
-    return call(input, residual, weight, y_fp4, block_scale, *more, numerics=numerics, **chosen)
-
-
-# ------------------------------------------------------------------ checks, and what is allocated
-def _check_choices(op: Op, block_size: Any, scale_format: Any, scale_rule: Any, global_scale: Any) -> None:
-    given = {"block_size": block_size, "scale_format": scale_format, "scale_rule": scale_rule}
-    options = {name: check_option(op, name, value) for name, value in given.items()}
-    block, form = _form(options)
-    if form == "ue8m0" and block == 16:
-        raise ValueError(f"{op.called}: scale_format 'ue8m0' needs block_size 32, got 16")
-    if form == "ue8m0" and global_scale is not None:
-        raise ValueError(f"{op.called}: global_scale goes with scale_format 'e4m3', not with 'ue8m0'")
-    if form == "e4m3" and options["scale_rule"] != "up":
-        raise ValueError(f"{op.called}: scale_rule goes with scale_format 'ue8m0', not with 'e4m3'")
-
-
-def _outputs(
-    op: Op, input: Any, y_fp4: Any, block_scale: Any, swizzled: bool, chosen: Mapping[str, Any]
-) -> tuple[Any, Any]:
-    """The outputs, new where they were not given."""
-    _check_choices(op, **chosen, global_scale=None)
-    block, form = _form({name: check_option(op, name, value) for name, value in chosen.items()})
-    scaled.check_input(op, input, block)
-    if y_fp4 is None:
-        shape = (*input.shape[:-1], input.shape[-1] // 2)
-        y_fp4 = torch.empty(shape, dtype=torch.uint8, device=input.device).view(CODES)
-    if block_scale is None:
-        block_scale = scaled.empty_scales(input, input.shape[-1] // block, swizzled, SCALE_DTYPES[form])
-    return y_fp4, block_scale
+    call = _ADD_BOTH if output_both_sf_layouts else _ADD_SWIZZLED if swizzled else _ADD_ROWS
+    options = (numerics, block_size, scale_format, scale_rule)
+    more = (global_scale, y_out, eps, *options, enable_pdl)
+    made: tuple[Tensor, ...] = call(input, residual, weight, y_fp4, *scales, *more)
+    return made

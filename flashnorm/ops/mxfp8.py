@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from flashnorm import reference
-from flashnorm.core.checks import check_option
 from flashnorm.core.op import Op
 from flashnorm.ops import programs, scaled
 from flashnorm.program import BlockScales, Layout, QuantBlocks
@@ -50,48 +49,9 @@ ADD_MXFP8, ADD_MXFP8_SWIZZLED = (
 )
 
 
-def _plain(op: Op) -> Callable[..., Pair]:
-    @op.warm()
-    def call(
-        input: Tensor,
-        weight: Tensor | None,
-        out: Tensor,
-        block_scale: Tensor,
-        eps: float,
-        enable_pdl: bool | None,
-        *,
-        numerics: str,
-        scale_rule: str,
-    ) -> Pair:
-        pair: Pair = op.checked(input, weight, out, block_scale, eps, numerics, scale_rule, enable_pdl)
-        return pair
-
-    return call
-
-
-def _added(op: Op) -> Callable[..., Pair]:
-    @op.warm()
-    def call(
-        input: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        out: Tensor,
-        block_scale: Tensor,
-        eps: float,
-        enable_pdl: bool | None,
-        *,
-        numerics: str,
-        scale_rule: str,
-    ) -> Pair:
-        pair: Pair = op.checked(input, residual, weight, out, block_scale, eps, numerics, scale_rule, enable_pdl)
-        return pair
-
-    return call
-
-
 _ROWS, _SWIZZLED, _ADD_ROWS, _ADD_SWIZZLED = (
-    _plain(MXFP8), _plain(MXFP8_SWIZZLED), _added(ADD_MXFP8), _added(ADD_MXFP8_SWIZZLED),
-)  # fmt: skip
+    op.behind() for op in (MXFP8, MXFP8_SWIZZLED, ADD_MXFP8, ADD_MXFP8_SWIZZLED)
+)
 
 
 @MXFP8.warm(only={"is_sf_swizzled_layout": False})
@@ -139,8 +99,9 @@ def rmsnorm_mxfp8_quant(
         RuntimeError: where no route serves the device, or a gradient would be lost.
     """
     op, call = (MXFP8_SWIZZLED, _SWIZZLED) if is_sf_swizzled_layout else (MXFP8, _ROWS)
-    given = _outputs(op, input, out, block_scale, is_sf_swizzled_layout, scale_rule)
-    return call(input, weight, *given, eps, enable_pdl, numerics=numerics, scale_rule=scale_rule)
+    given = _outputs(op, input, out, block_scale, is_sf_swizzled_layout)
+    pair: Pair = call(input, weight, *given, eps, numerics, scale_rule, enable_pdl)
+    return pair
 
 
 @ADD_MXFP8.warm(only={"is_sf_swizzled_layout": False})
@@ -175,14 +136,16 @@ def add_rmsnorm_mxfp8_quant(
         As `rmsnorm_mxfp8_quant`; nothing is written then.
     """
     op, call = (ADD_MXFP8_SWIZZLED, _ADD_SWIZZLED) if is_sf_swizzled_layout else (ADD_MXFP8, _ADD_ROWS)
-    given = _outputs(op, input, out, block_scale, is_sf_swizzled_layout, scale_rule)
-    return call(input, residual, weight, *given, eps, enable_pdl, numerics=numerics, scale_rule=scale_rule)
+    given = _outputs(op, input, out, block_scale, is_sf_swizzled_layout)
+    pair: Pair = call(input, residual, weight, *given, eps, numerics, scale_rule, enable_pdl)
+    return pair
 
 
-def _outputs(op: Op, input: Any, out: Any, block_scale: Any, swizzled: Any, scale_rule: Any) -> tuple[Any, Any]:
+def _outputs(op: Op, input: Any, out: Any, block_scale: Any, swizzled: Any) -> tuple[Any, Any]:
     """The outputs, new where they were not given."""
+    if swizzled is True and out is not None and block_scale is not None:
+        return out, block_scale
     scaled.check_flag(op, "is_sf_swizzled_layout", swizzled)
-    check_option(op, "scale_rule", scale_rule)
     scaled.check_input(op, input, BLOCK)
     if out is None:
         out = torch.empty(input.shape, dtype=torch.float8_e4m3fn, device=input.device)

@@ -55,34 +55,7 @@ SILU_FP4 = _declare(
 )
 
 
-@SILU_QUANT.warm()
-def _quant(
-    input: Tensor,
-    weight: Tensor | None,
-    out: Tensor,
-    scale: float | Tensor | None,
-    eps: float,
-    enable_pdl: bool | None,
-    *,
-    numerics: str,
-) -> Tensor:
-    made: Tensor = SILU_QUANT.checked(input, weight, out, scale, eps, numerics, enable_pdl)
-    return made
-
-
-@SILU_FP4.warm()
-def _fp4(
-    input: Tensor,
-    weight: Tensor | None,
-    out: Tensor,
-    block_scale: Tensor,
-    eps: float,
-    enable_pdl: bool | None,
-    *,
-    numerics: str,
-) -> tuple[Tensor, Tensor]:
-    pair: tuple[Tensor, Tensor] = SILU_FP4.checked(input, weight, out, block_scale, eps, numerics, enable_pdl)
-    return pair
+_QUANT, _FP4 = SILU_QUANT.behind(), SILU_FP4.behind()
 
 
 @SILU.warm(unless=("block_scale", "scale"))
@@ -133,10 +106,13 @@ def fused_rmsnorm_silu(
         scaled.check_input(SILU_FP4, input, BLOCK)
         if block_scale is None:
             block_scale = scaled.empty_scales(input, input.shape[-1] // BLOCK, False, torch.float8_e4m3fn)
-        return _fp4(input, weight, out, block_scale, eps, enable_pdl, numerics=numerics)  # type: ignore[arg-type, no-any-return]
+        pair: tuple[Tensor, Tensor] = _FP4(input, weight, out, block_scale, eps, numerics, enable_pdl)
+        return pair
     if block_scale is not None:
         raise ValueError(f"fused_rmsnorm_silu: block_scale goes with an NVFP4 out, not with {kind or 'a new one'}")
+    made: Tensor
     if kind in EIGHT_BITS:
-        return _quant(input, weight, out, scale, eps, enable_pdl, numerics=numerics)  # type: ignore[arg-type, no-any-return]
-    made: Tensor = SILU.checked(input, weight, out, eps, numerics, enable_pdl)
+        made = _QUANT(input, weight, out, scale, eps, numerics, enable_pdl)
+    else:
+        made = SILU.checked(input, weight, out, eps, numerics, enable_pdl)
     return made

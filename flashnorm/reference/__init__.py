@@ -18,9 +18,10 @@ mode           normalised value                residual that is normed
 =============  ==============================  =======================
 
 A weight with an offset (Gemma's `1 + w`) is always applied in fp32 with one rounding at the end, and so are
-LayerNorm's weight and bias. RMSNorm's sums are PyTorch's own, so the two "hf" modes are bit-equal to the modules
-they are named after, and "torch" is to `torch.nn.functional.rms_norm` (which has a kernel and an order of its own
-on GPUs); the other routes use the canonical sum and are not bit-equal to this one.
+LayerNorm's weight and bias, and weights before SiLU or before codes with scales of 8 bits. RMSNorm's sums are
+PyTorch's own, so the two "hf" modes are bit-equal to the modules they are named after, and "torch" is to
+`torch.nn.functional.rms_norm` (which has a kernel and an order of its own on GPUs); the other routes use the
+canonical sum and are not bit-equal to this one.
 
 The functions trace under `torch.compile(fullgraph=True)` and on fake tensors: no value decides control flow.
 """
@@ -39,21 +40,39 @@ from flashnorm.reference.rms import (
     rmsnorm_dynamic_quant,
     rmsnorm_quant,
 )
+from flashnorm.reference.scaled import (
+    add_rmsnorm_fp4quant,
+    add_rmsnorm_mxfp8_quant,
+    fused_add_rmsnorm_fp4quant,
+    fused_add_rmsnorm_mxfp8_quant,
+    rmsnorm_fp4quant,
+    rmsnorm_mxfp8_quant,
+)
+from flashnorm.reference.silu import fused_rmsnorm_silu, fused_rmsnorm_silu_fp4, fused_rmsnorm_silu_quant
 
 __all__ = [
     "add_layernorm",
     "add_rmsnorm",
     "add_rmsnorm_dynamic_quant",
+    "add_rmsnorm_fp4quant",
     "add_rmsnorm_fp8_block_quant",
+    "add_rmsnorm_mxfp8_quant",
     "add_rmsnorm_quant",
     "fused_add_layernorm",
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_dynamic_quant",
+    "fused_add_rmsnorm_fp4quant",
     "fused_add_rmsnorm_fp8_block_quant",
+    "fused_add_rmsnorm_mxfp8_quant",
     "fused_add_rmsnorm_quant",
+    "fused_rmsnorm_silu",
+    "fused_rmsnorm_silu_fp4",
+    "fused_rmsnorm_silu_quant",
     "layernorm",
     "layernorm_quant",
     "rmsnorm",
     "rmsnorm_dynamic_quant",
+    "rmsnorm_fp4quant",
+    "rmsnorm_mxfp8_quant",
     "rmsnorm_quant",
 ]

@@ -58,6 +58,7 @@ struct Guard {
   Function launch;
   int leading;  // arguments before the operands
   std::vector<int64_t> kept;  // those of them that the kernel takes
+  std::vector<std::pair<int64_t, double>> fixed;  // numbers that it does not take, and what they must be
   std::vector<Operand> operands;
   // Distances of pairs whose byte ranges cross although they share no byte: slices of one buffer, side by side.
   // Whoever makes a guard has checked that exactly.
@@ -67,6 +68,9 @@ struct Guard {
   bool operator()(PackedArgs args) const {
     const int count = int(operands.size());
     if (args.size() != leading + count) return false;
+    for (const auto& [i, value] : fixed) {
+      if (args[int(i)].cast<double>() != value) return false;
+    }
     DLTensor tensors[kMaxArguments];
     AnyView passed[kMaxArguments];
     uintptr_t first[kMaxArguments];
@@ -131,15 +135,19 @@ int64_t extent(const std::vector<int64_t>& shape, const std::vector<int64_t>& st
   return (last + 1) * ((int64_t(dtype.bits) * dtype.lanes + 7) / 8);
 }
 
-// guard(launch, leading, kept, flags, views, *tensors) -> callable(*leading, *tensors) -> bool
+// guard(launch, leading, kept, fixed, flags, views, *tensors) -> callable(*leading, *tensors) -> bool
 //   kept: which of the leading arguments are handed on
+//   fixed: [which, value] of those that are numbers and are not
 //   flags: for each tensor [written, aligned, operand it may be or -1]
 //   views: for each tensor None, or [shape, strides, whether as bytes] that the kernel takes
 void make_guard(PackedArgs args, Any* result) {
-  Guard guard{args[0].cast<Function>(), args[1].cast<int>(), integers(args[2].cast<Array<int64_t>>())};
-  const auto flags = args[3].cast<Array<Array<int64_t>>>();
-  const auto views = args[4].cast<Array<Any>>();
-  constexpr int kOwn = 5;
+  Guard guard{args[0].cast<Function>(), args[1].cast<int>(), integers(args[2].cast<Array<int64_t>>()), {}, {}, {}};
+  for (const auto& one : args[3].cast<Array<Array<Any>>>()) {
+    guard.fixed.emplace_back(one[0].cast<int64_t>(), one[1].cast<double>());
+  }
+  const auto flags = args[4].cast<Array<Array<int64_t>>>();
+  const auto views = args[5].cast<Array<Any>>();
+  constexpr int kOwn = 6;
   const int count = args.size() - kOwn;
   if (guard.leading + count > kMaxArguments) TVM_FFI_THROW(ValueError) << "more than " << kMaxArguments << " arguments";
   uintptr_t first[kMaxArguments] = {};
