@@ -61,6 +61,39 @@ def _blocks(problem: Problem, got: Bits, want: Expected, pool: Pool, what: str) 
         pool.add(got.normed_out, want, f"{what}: normed_out")
 
 
+def scaled(
+    want: Expected,
+    got: Bits,
+    pool: Pool,
+    what: str,
+    *,
+    block: int,
+    gain: float = 1.0,
+    down: bool = False,
+) -> None:
+    """NVFP4, MXFP4 and MXFP8: codes by the fp64 norm over the stored scales, and those by the fp64 scales.
+
+    Args:
+        want: the fp64 norm, or SiLU of it.
+        got: codes [..., H / 2] of e2m1 or [..., H] of e4m3; scales [rows, blocks] of e4m3, or exponent bytes.
+        pool: for the shares.
+        what: named where it fails.
+        block: elements a scale serves.
+        gain: the global scale.
+        down: exponents are rounded down, as the OCP specification has it.
+    """
+    assert got.scale is not None
+    norm, stored, judged = want.out, got.scale.detach().cpu(), want.judged.flatten()
+    if stored.dtype == torch.float8_e4m3fn:
+        wanted, value = oracles.nvfp4_scales(norm, block, gain), stored.double()
+    else:
+        wanted = oracles.block_scales(norm, block, got.out.dtype, floor=0.0, power=True, down=down)
+        value = torch.exp2(stored.double() - 127)
+    assert stored.shape == wanted.shape, f"{what}: scales {tuple(stored.shape)}, expected {tuple(wanted.shape)}"
+    pool.add_scales(stored[judged], wanted[judged], torch.ones_like(wanted[judged]), what)
+    pool.add_codes(got.out, oracles.quotients(norm * float(torch.tensor(gain)), value, block), want.judged, what)
+
+
 def check(problem: Problem, route: str, pool: Pool, out: str = "none") -> Bits:
     """Runs one problem on a route and judges everything it left by the accuracy rule."""
     got = problem.run(route, out)

@@ -20,9 +20,12 @@ _FORMAT = {
     torch.bfloat16: (8, -126, float.fromhex("0x1.fep+127")),
     torch.float8_e4m3fn: (4, -6, 448.0),
     torch.float8_e5m2: (3, -14, 57344.0),
+    torch.float4_e2m1fn_x2: (2, 0, 6.0),
 }
+E2M1 = torch.float4_e2m1fn_x2
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 LLAMA = ("hf-llama", "vllm")
 GEMMA = ("hf-gemma", "torch", "cake")
 
@@ -56,10 +59,26 @@ def _power(exponent: torch.Tensor) -> torch.Tensor:
 def round_to(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """fp64 to `dtype` in one rounding, nearest even (torch's own cast goes through fp32 and rounds twice).
 
-    8-bit codes saturate; in int8 a NaN is 0.
+    8-bit codes saturate; in int8 a NaN is 0. For pairs of e2m1 the `places` of the codes.
     """
     if dtype == torch.int8:
         return torch.round(values.nan_to_num(nan=0.0)).clamp(-127, 127).to(torch.int8)
+    if dtype == E2M1:
+        near = _nearest(values.nan_to_num(nan=6.0).clamp(-6, 6), dtype)
+        size = near.abs()
+        return torch.where(near < 0, -1, 1).to(torch.int8) * torch.searchsorted(_E2M1, size.contiguous()).to(torch.int8)
+    return _nearest(values, dtype).to(dtype)
+
+
+def places(packed: torch.Tensor) -> torch.Tensor:
+    """[..., H / 2] pairs of e2m1 codes as [..., H] places among the format's magnitudes, with their sign; int8."""
+    raw = packed.detach().cpu().contiguous().view(torch.uint8)
+    code = torch.stack((raw & 15, raw >> 4), -1).flatten(-2).to(torch.int8)
+    return torch.where(code >= 8, 8 - code, code)
+
+
+def _nearest(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The nearest values of a format, in fp64."""
     bits, low, largest = _FORMAT[dtype]
     assert values.dtype == torch.float64
     values = values.contiguous()
@@ -71,7 +90,7 @@ def round_to(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     beyond = largest if dtype in CODES else torch.inf
     near = torch.where(near.abs() > largest, torch.copysign(torch.full_like(near, beyond), near), near)
     near = torch.where(finite, near, values)
-    return (near.clamp(-largest, largest) if dtype in CODES else near).to(dtype)
+    return near.clamp(-largest, largest) if dtype in CODES else near
 
 
 def _loaded(
@@ -110,6 +129,8 @@ def norm(
     index: torch.Tensor | None = None,
     input_scale: torch.Tensor | None = None,
     out: torch.dtype | None = None,
+    once: bool = False,
+    silu: bool = False,
 ) -> Expected:
     """h * rstd * (w + offset), or (h - mean) * rstd * w + b, over the last dimension.
 
@@ -125,6 +146,8 @@ def norm(
         index: which row of x each row is.
         input_scale: one element, or one for each row of x.
         out: dtype of the result, which an int8 input takes T from.
+        once: nothing is rounded before the end, whatever the mode.
+        silu: y / (1 + exp(-y)) of that.
     """
     x, weight, residual, bias, index, input_scale = (
         None if t is None else t.detach().cpu() for t in (x, weight, residual, bias, index, input_scale)
@@ -143,7 +166,7 @@ def norm(
     mean_square = h.square().mean(-1)
     rstd = 1.0 / torch.sqrt(mean_square + eps32)
     y = h * rstd.unsqueeze(-1)
-    llama = weight is not None and numerics in LLAMA and not offset and not centred
+    llama = weight is not None and numerics in LLAMA and not offset and not centred and not once
     if weight is not None:
         y = (round_to(y, rounding).double() if llama else y) * (weight.double() + offset)
     operand = None
@@ -152,6 +175,8 @@ def norm(
         if bias is not None:
             operand = torch.maximum(operand, bias.double().abs().amax(-1))
             y = y + bias.double()
+    if silu:
+        y = y / (1 + torch.exp(-y))
     judged = (mean_square >= 2.0**-126) & (mean_square <= _FORMAT[torch.float32][2])
     return Expected(y, round_to(y, rounding), stored, rstd, judged, operand)
 
@@ -184,22 +209,42 @@ def each_block(values: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def block_scales(
-    norm: torch.Tensor, size: int, dtype: torch.dtype, *, floor: float, power: bool = False, cap: float | None = None
+    norm: torch.Tensor,
+    size: int,
+    dtype: torch.dtype,
+    *,
+    floor: float,
+    power: bool = False,
+    cap: float | None = None,
+    down: bool = False,
 ) -> torch.Tensor:
-    """amax / Q of each block, [rows, blocks], in fp64; `power`: the smallest power of two that is not below it."""
+    """amax / Q of each block, [rows, blocks], in fp64; `power`: the smallest power of two that is not below it.
+
+    `down`: the largest power of two that is not above amax, over that of Q.
+    """
     a = each_block(norm.double(), size).abs().amax(-1)
     a = a.clamp(min=float(torch.tensor(floor)), max=None if cap is None else float(torch.tensor(cap)))
     scale = a / largest(dtype)
     if not power:
         return scale
+    if down:
+        exponent = torch.frexp(a)[1] - math.frexp(largest(dtype))[1]
+        return torch.exp2(torch.where(a == 0, -127, exponent).clamp(-127, 127).double())
     part, exponent = torch.frexp(scale)
     return torch.exp2((exponent - (part == 0.5).long()).clamp(-127, 127).double())
 
 
+def nvfp4_scales(norm: torch.Tensor, size: int, gain: float = 1.0) -> torch.Tensor:
+    """min(G amax / 6, 448) of each block, [rows, blocks], in fp64."""
+    a = each_block(norm.double(), size).abs().amax(-1)
+    return (a * float(torch.tensor(gain, dtype=torch.float32)) / 6).clamp(max=448.0)
+
+
 def quotients(norm: torch.Tensor, scale: torch.Tensor, size: int) -> torch.Tensor:
-    """The fp64 norm divided by the stored scale of its block, [..., H]."""
+    """The fp64 norm divided by the stored scale of its block, [..., H]; 0 where that is 0."""
     hidden = norm.shape[-1]
-    whole = each_block(norm.double(), size) / scale.double().unsqueeze(-1)
+    scale = scale.double().unsqueeze(-1)
+    whole = torch.where(scale == 0, 0.0, each_block(norm.double(), size) / scale)
     return whole.view(whole.shape[0], -1)[:, :hidden].reshape(norm.shape)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.oracles import LLAMA, Expected, round_to
+from tests.oracles import E2M1, LLAMA, Expected, places, round_to
 
 _INT = {4: torch.int32, 2: torch.int16, 1: torch.int8, 8: torch.int64}
 FAR = 2**40  # a NaN against a number
@@ -70,6 +70,8 @@ def assert_same_bits(got: torch.Tensor, want: torch.Tensor, what: str = "") -> N
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     got, want = got.detach().cpu(), want.detach().cpu()
+    if got.dtype in (E2M1, torch.float8_e8m0fnu):  # whose elements not every version of PyTorch shows
+        got, want = got.view(torch.uint8), want.view(torch.uint8)
     wrong = different_bits(got, want)
     if bool(wrong.any()):
         where = tuple(int(i) for i in wrong.nonzero()[0])
@@ -149,8 +151,9 @@ class Pool:
         A quotient of two bf16 numbers is a tie of two codes once in a thousand. The stored scale was rounded, so what
         is left of such a tie by it means nothing: both codes count as right.
         """
-        got, quotient = got.detach().cpu()[judged], quotient[judged]
-        near = [round_to(quotient * (1 + side * SCALE_ROUNDING), got.dtype) for side in (-1, 0, 1)]
+        dtype, got = got.dtype, got.detach().cpu()
+        got, quotient = (places(got) if dtype == E2M1 else got)[judged], quotient[judged]
+        near = [round_to(quotient * (1 + side * SCALE_ROUNDING), dtype) for side in (-1, 0, 1)]
         steps = torch.stack([steps_between(got, code) for code in near]).amin(0)
         self._share("codes").add(steps == 0)
         _fail(steps > CODE_STEPS, got, quotient, f"{what}: codes")
@@ -159,7 +162,7 @@ class Pool:
         """Judges scales by the fp64 ones.
 
         Args:
-            got: fp32, or the exponent bytes of powers of two.
+            got: fp32, e4m3, or the exponent bytes of powers of two.
             want: fp64.
             step: how much of an fp32 scale one step of the values' dtype is, for T of 16 bits; 0: judged as fp32.
         """
@@ -167,6 +170,9 @@ class Pool:
         if got.dtype == torch.uint8:
             near = torch.log2(want).round().long() + 127
             wrong, equal = (got.long() - near).abs() > 1, got.long() == near
+        elif got.dtype == torch.float8_e4m3fn:
+            steps = steps_between(got, round_to(want, got.dtype))
+            wrong, equal = steps > 1, steps == 0
         else:
             apart = (got.double() - want).abs()
             wrong = ~(apart <= step + want * (FP32_RELATIVE + FP32_OF_LARGEST))

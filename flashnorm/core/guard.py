@@ -1,9 +1,10 @@
 """Guards: a launch that first makes sure that the call is the one its plan was made for.
 
 A guarded launch takes scalars, enable_pdl and every operand of the operator (None where absent) and returns
-whether it launched. It compares numbers that its kernel does not take, dtype, device, shape, strides and alignment of every tensor, and refuses where
-something written overlaps something else. One is in C++ and adds a tenth of a microsecond to the kernel's own
-launch; the other, in Python, serves plans that copy, PyTorch's own formula, and machines without a compiler.
+whether it launched. It compares dtype, device, shape, strides and alignment of every tensor, and the numbers that its
+kernel does not take; and it refuses where something written overlaps something else. One is in C++ and adds a tenth
+of a microsecond to the kernel's own launch; the other, in Python, serves plans that copy, PyTorch's own formula, and
+machines without a compiler.
 """
 
 from __future__ import annotations

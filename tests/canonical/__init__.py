@@ -4,13 +4,22 @@ Every exact route must give these bits. Nothing here is fast or clever, and noth
 step is one fp32 operation that is correctly rounded by construction. `test_harness.py` checks all of it against
 exact fractions.
 
-`arithmetic` has the fp32 operations and the canonical sum, `codes` the 8-bit formats, `norms` the operators up to
-their stores, `quantise` the stores that make codes.
+`arithmetic` has the fp32 operations, the canonical sum and SiLU, `codes` the formats of 8 and 4 bits, `norms` the
+operators up to their stores, `quantise` the stores that make codes.
 """
 
-from tests.canonical.arithmetic import F32, canonical_sum, fma, narrow, widen
-from tests.canonical.norms import Bits, block_bits, cast_bits, norm, rmsnorm_bits, tensor_bits
-from tests.canonical.quantise import Blocks
+from tests.canonical.arithmetic import F32, canonical_sum, exp, fma, narrow, silu, widen
+from tests.canonical.norms import (
+    Bits,
+    block_bits,
+    cast_bits,
+    norm,
+    nvfp4_bits,
+    power_bits,
+    rmsnorm_bits,
+    tensor_bits,
+)
+from tests.canonical.quantise import Blocks, tiles
 
 __all__ = [
     "F32",
@@ -19,10 +28,15 @@ __all__ = [
     "block_bits",
     "canonical_sum",
     "cast_bits",
+    "exp",
     "fma",
     "narrow",
     "norm",
+    "nvfp4_bits",
+    "power_bits",
     "rmsnorm_bits",
+    "silu",
     "tensor_bits",
+    "tiles",
     "widen",
 ]

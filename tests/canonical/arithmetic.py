@@ -103,3 +103,36 @@ def canonical_sum(a: F32, b: F32 | None = None) -> F32:
             blocks = blocks[..., :half] + blocks[..., half : 2 * half]
             half //= 2
         return blocks[..., 0]
+
+
+# exp: a polynomial in the fraction of t / log(2), and its whole part as an exponent
+_LOG2E = np.float32(float.fromhex("0x1.715476p+0")), np.float32(float.fromhex("0x1.4ae0cp-26"))
+_EXP2 = [
+    np.float32(float.fromhex(text))
+    for text in ("0x1.41fb2ep-13", "0x1.5f3f3p-10", "0x1.3b2d5p-7", "0x1.c6aee6p-5", "0x1.ebfbdcp-3", "0x1.62e43p-1")
+]
+
+
+def exp(t: F32) -> F32:
+    """e^t by the operations that every route shares."""
+
+    def like(value: np.float32) -> F32:
+        return np.full(t.shape, value, np.float32)
+
+    with np.errstate(all="ignore"):
+        x = np.maximum(t, np.float32(-87))  # keeps a NaN
+        shift = like(np.float32(12582912))  # beside it, fp32 has no fractions: adding it rounds
+        whole = fma(x, like(_LOG2E[0]), shift) - shift
+        part = fma(x, like(_LOG2E[0]), -whole)
+        part = fma(x, like(_LOG2E[1]), part)
+        p = like(_EXP2[0])
+        for factor in (*_EXP2[1:], np.float32(1)):
+            p = fma(p, part, like(factor))
+        power = np.ldexp(p.astype(np.float64), np.nan_to_num(whole).astype(np.int32)).astype(np.float32)
+    return np.where(t > np.float32(88.5), np.float32(np.inf), power)
+
+
+def silu(y: F32) -> F32:
+    """y / (1 + exp(-y))."""
+    with np.errstate(all="ignore"):
+        return y / (np.float32(1) + exp(-y))

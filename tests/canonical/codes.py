@@ -1,4 +1,4 @@
-"""8-bit codes and scales that are powers of two, straight from the definitions of the formats.
+"""Codes of 8 and 4 bits and scales that are powers of two, straight from the definitions of the formats.
 
 A format is the list of its finite values. A number is encoded by looking its magnitude up among the midpoints of
 neighbouring values, all of which fp32 holds exactly; the neighbour with an even code wins a tie. What lies past the
@@ -15,9 +15,11 @@ from tests.canonical.arithmetic import F32
 
 U8 = npt.NDArray[np.uint8]
 
+E2M1 = torch.float4_e2m1fn_x2
 # bits of the fraction, exponent bias, code of the largest finite value
-_FORMATS = {torch.float8_e4m3fn: (3, 7, 0x7E), torch.float8_e5m2: (2, 15, 0x7B)}
-NAN_CODE = 0x7F  # in both formats, whatever the sign of the NaN
+_FORMATS = {torch.float8_e4m3fn: (3, 7, 0x7E), torch.float8_e5m2: (2, 15, 0x7B), E2M1: (1, 1, 0x7)}
+# Whatever the sign of the NaN; e2m1 has none, and its largest code stands for it.
+NAN_CODE = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F, E2M1: 0x7, torch.int8: 0}
 
 
 def magnitudes(dtype: torch.dtype) -> F32:
@@ -36,26 +38,48 @@ def largest(dtype: torch.dtype) -> np.float32:
 
 
 def encode(values: F32, dtype: torch.dtype) -> torch.Tensor:
-    """One rounding to e4m3fn, e5m2 or int8: nearest even and saturating; NaN is 0x7F, in int8 0."""
+    """One rounding to e4m3fn, e5m2, int8, or to [..., H / 2] pairs of e2m1; see `code_bytes`."""
+    found = code_bytes(values, dtype)
+    return torch.from_numpy(pairs(found) if dtype == E2M1 else found).view(dtype)
+
+
+def code_bytes(values: F32, dtype: torch.dtype) -> U8:
+    """Codes, one a byte: nearest even and saturating; NaN is `NAN_CODE`."""
     assert values.dtype == np.float32
     if dtype == torch.int8:
         whole = np.clip(np.rint(values), np.float32(-127), np.float32(127))
-        return torch.from_numpy(np.where(np.isnan(values), np.float32(0), whole).astype(np.int8))
+        return np.where(np.isnan(values), np.float32(0), whole).astype(np.int8).view(np.uint8)
     known = magnitudes(dtype).astype(np.float64)
     middle = (known[:-1] + known[1:]) / 2
     size = np.abs(values).astype(np.float64)
     code = np.searchsorted(middle, size, side="left")  # how many midpoints lie below
     tie = size == middle[np.minimum(code, len(middle) - 1)]
     code = code + (tie & (code % 2 == 1))
-    code = np.where(np.signbit(values), code + 0x80, code)
-    code = np.where(np.isnan(values), NAN_CODE, code)
-    return torch.from_numpy(code.astype(np.uint8)).view(dtype)
+    code = np.where(np.signbit(values), code + (0x8 if dtype == E2M1 else 0x80), code)
+    return np.where(np.isnan(values), NAN_CODE[dtype], code).astype(np.uint8)
+
+
+def pairs(codes: U8) -> U8:
+    """[..., H] codes of four bits, two to a byte: that of an even column is the low half."""
+    assert bool((codes < 16).all())
+    return np.ascontiguousarray(codes[..., 0::2] + 16 * codes[..., 1::2])
+
+
+def nibbles(packed: torch.Tensor) -> U8:
+    """The codes of four bits in [..., H / 2] bytes, [..., H]."""
+    raw = packed.detach().cpu().contiguous().view(torch.uint8).numpy()
+    found = np.empty((*raw.shape[:-1], 2 * raw.shape[-1]), np.uint8)
+    found[..., 0::2], found[..., 1::2] = raw % 16, raw // 16
+    return found
 
 
 def decode(codes: torch.Tensor) -> F32:
     """The fp32 value of every code; a NaN's and an infinity's code give NaN and the infinity."""
     if codes.dtype == torch.int8:
         return codes.detach().cpu().numpy().astype(np.float32)
+    if codes.dtype == E2M1:
+        code = nibbles(codes)
+        return np.where(code < 8, magnitudes(E2M1)[code % 8], -magnitudes(E2M1)[code % 8])
     raw = codes.detach().cpu().contiguous().view(torch.uint8).numpy()
     fraction_bits, _, last = _FORMATS[codes.dtype]
     known = np.full(128, np.nan, np.float32)
@@ -74,6 +98,16 @@ def power_bytes(values: F32) -> U8:
         byte = np.clip(power + 127, 0, 254)
     byte = np.where(np.isposinf(values), 254, np.where(values == 0, 0, byte))
     return np.where(np.isnan(values), 255, byte).astype(np.uint8)
+
+
+def floor_bytes(amax: F32, dtype: torch.dtype) -> U8:
+    """The exponent byte of the power of two at or below a magnitude, divided by that of the largest code's."""
+    with np.errstate(invalid="ignore"):
+        exponent = np.frexp(amax.astype(np.float64))[1] - 1  # floor(log2), also of fp32's subnormals
+        top = int(np.floor(np.log2(float(largest(dtype)))))
+        byte = np.clip(exponent - top + 127, 0, 254)
+    byte = np.where(amax == 0, 0, byte)
+    return np.where(np.isnan(amax), 255, byte).astype(np.uint8)
 
 
 def power_of(byte: U8) -> F32:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from tests.canonical.arithmetic import F32, canonical_sum, fma, narrow, widen
-from tests.canonical.quantise import Blocks, by_block, by_tensor
+from tests.canonical.arithmetic import F32, canonical_sum, fma, narrow, silu, widen
+from tests.canonical.quantise import Blocks, by_block, by_tensor, nvfp4
 
 # Which modes normalise the stored (rounded) residual sum, and which round the norm before the weight.
 ROUNDED_SUM = {"flashinfer": False, "hf-llama": True, "vllm": True, "hf-gemma": True, "torch": True, "cake": True}
@@ -25,7 +25,7 @@ class Bits:
         residual: the updated residual.
         rstd: fp32, one a row.
         scale: [rows, blocks] or [rows, words] of a quantised result, rows flattened.
-        normed_out: the rounded norm that the codes were made from.
+        normed_out: the rounded norm: what codes were made from, or of 4 bits beside them.
     """
 
     out: torch.Tensor
@@ -47,6 +47,10 @@ class Row:
     def rounded(self) -> F32:
         """rT(y), widened again."""
         return widen(narrow(self.y, self.rounding))
+
+    def silu(self) -> Row:
+        """The row after SiLU."""
+        return replace(self, y=silu(self.y))
 
 
 def rms(h: F32, eps: float) -> tuple[F32, F32]:
@@ -112,6 +116,7 @@ def norm(
     index: torch.Tensor | None = None,
     input_scale: torch.Tensor | None = None,
     out: torch.dtype | None = None,
+    once: bool = False,
 ) -> Row:
     """Everything up to the store.
 
@@ -127,6 +132,7 @@ def norm(
         index: integers, the shape of the rows.
         input_scale: one fp32 element, or one for every row of x.
         out: dtype of the result, where that decides T.
+        once: of an operator that rounds nothing before its store, whatever the mode: SiLU, scales of 8 bits.
     """
     rounding = rounding_of(x, out, weight)
     with np.errstate(all="ignore"):
@@ -142,7 +148,7 @@ def norm(
                 y = y * (gain + np.float32(offset))
             elif bias is not None:
                 y = fma(y, np.broadcast_to(gain, y.shape), np.broadcast_to(widen(bias), y.shape))
-            elif numerics in LLAMA and not centred:
+            elif numerics in LLAMA and not centred and not once:
                 y = widen(narrow(widen(narrow(y, rounding)) * gain, rounding))
             else:
                 y = y * gain
@@ -180,3 +186,15 @@ def block_bits(row: Row, dtype: torch.dtype, how: Blocks) -> Bits:
     v = row.rounded()
     codes, scale = by_block(v, how, dtype)
     return Bits(codes, row.residual, row.rstd, scale, narrow(v, row.rounding))
+
+
+def power_bits(row: Row, dtype: torch.dtype, *, down: bool = False) -> Bits:
+    """MXFP4 and MXFP8: codes and exponent bytes for every 32 elements, from y itself; `down`: the OCP rule."""
+    codes, scale = by_block(row.y, Blocks(32, 0.0, power=True, down=down), dtype)
+    return Bits(codes, row.residual, row.rstd, scale, narrow(row.y, row.rounding))
+
+
+def nvfp4_bits(row: Row, size: int = 16, gain: float | None = None) -> Bits:
+    """Pairs of e2m1 codes and e4m3 scales, from y itself."""
+    codes, scale = nvfp4(row.y, size, gain)
+    return Bits(codes, row.residual, row.rstd, scale, narrow(row.y, row.rounding))
