@@ -140,6 +140,15 @@ def exponent_byte(s):
     return asm(T.i32(), code, "=&r,f", (s,))
 
 
+def floor_byte(a, top):
+    """127 + floor(log2 a) - top, from 0 to 254; 255 for NaN; int32 of an fp32."""
+    code = (
+        f"{{ .reg .pred p; shr.u32 $0, $1, 23; max.u32 $0, $0, {top}; sub.u32 $0, $0, {top}; "
+        "setp.gt.u32 p, $1, 0x7f800000; selp.b32 $0, 255, $0, p; }"
+    )
+    return asm(T.i32(), code, "=&r,f", (a,))
+
+
 def power_of_two(byte):
     """The fp32 number that an exponent byte means."""
     code = (

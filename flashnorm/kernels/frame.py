@@ -11,7 +11,7 @@ from flashnorm.kernels import memory
 from flashnorm.kernels.codec import unpack
 from flashnorm.kernels.fp import constant, hide, keep
 from flashnorm.kernels.tile import SLOT, WIDTH, needs_of
-from flashnorm.program import RowProgram
+from flashnorm.program import SCALES, TILE_COLUMNS, TILE_ROWS, RowProgram
 
 ONE_VALUE = ("per_row", "per_pool", "scalar")  # kinds of operands without a hidden dimension
 
@@ -29,7 +29,7 @@ def row_count(tensor, rank):
 
 def pads(program: RowProgram) -> bool:
     """Whether the grid has rows beyond the last one, which only write the padding of an operand."""
-    return any(operand.kind == "blocks" for operand in program.operands())
+    return any(operand.kind in SCALES for operand in program.operands())
 
 
 class Frame:
@@ -68,7 +68,9 @@ class Frame:
     def _place_row(self, block):
         """Threads past the last row repeat it for loads, and store nothing; see also `clear_padding`."""
         self.by_row = {
-            o.name for o in self.operands.values() if o.kind in ("row", "per_row") or o.name in self.variant.row_vecs
+            o.name
+            for o in self.operands.values()
+            if o.kind in ("row", "pairs", "per_row") or o.name in self.variant.row_vecs
         }
         tensor = next(self.tensors[o.name] for o in self.operands.values() if o.kind == "row")
         plain = self.variant.row_rank == 1
@@ -84,11 +86,11 @@ class Frame:
         self.coords = (row,) if plain else (row // extent(tensor, 1), row % extent(tensor, 1))
 
     def clear_padding(self):
-        """Zero the padding of a "blocks" operand, whose rows from the last one on have threads of their own.
+        """Zero the padding of scales, whose rows from the last one on have threads of their own.
 
         A CTA that has such a row and no other ends here; in others, these threads go on without loads and stores.
         """
-        name = next(o.name for o in self.operands.values() if o.kind == "blocks")
+        name = next(o.name for o in self.operands.values() if o.kind in SCALES)
         tensor, threads = self.tensors[name], self.tile.threads
         beyond = (self.row >= self._count).to(Int32)
         mine = beyond & (self.row < extent(tensor, 0)).to(Int32)
@@ -115,7 +117,7 @@ class Frame:
         """int64 address of round 0 of this thread (of the one value where there is no hidden dimension)."""
         if name not in self._bases:
             tensor, kind = self.tensors[name], self.operands[name].kind
-            at = Int64(0) if kind in ONE_VALUE else Int64(self.thread) * Int64(memory.GROUP)
+            at = Int64(0) if kind in ONE_VALUE else Int64(self.thread) * Int64(self._group_size(name))
             coords = self.coords if name in self.by_row else ()
             for coord, stride in zip(
                 (self.pool_row,) if kind in ("pool", "per_pool") else coords, tensor.stride, strict=False
@@ -124,8 +126,12 @@ class Frame:
             self._bases[name] = tensor.iterator.toint() + at * Int64(WIDTH[self.variant.dtype(name)])
         return self._bases[name]
 
+    def _group_size(self, name):
+        """Elements of the tensor that a group is: two of a row's are one of pairs."""
+        return memory.GROUP // 2 if self.operands[name].kind == "pairs" else memory.GROUP
+
     def _address(self, name, j):
-        offset = j * self.tile.threads * memory.GROUP * WIDTH[self.variant.dtype(name)]
+        offset = j * self.tile.threads * self._group_size(name) * WIDTH[self.variant.dtype(name)]
         return (self._base(name) + Int64(offset)).ir_value()
 
     def mask(self, j):
@@ -277,6 +283,11 @@ class Frame:
         guard = self._guard(j, self.row_ok)
         memory.store_group(self._address(name, j), regs, dtype, self.tile.vec, **guard, streaming=self.tile.streaming)
 
+    def store_pairs(self, name, j, reg):
+        """The codes of a group; a row of them is whole groups."""
+        full = self._guard(j, self.row_ok)["full"]
+        memory.store_pairs(self._address(name, j), reg, self.tile.vec, full)
+
     def store_per_row(self, name, value):
         """One fp32 value a row, by the row's first thread."""
         first = (self.thread == Int32(0)).to(Int32)
@@ -297,8 +308,13 @@ class Frame:
         memory.store_byte((self._item(name, item) + Int64(byte)).ir_value(), value, pred)
 
     def _item(self, name, at):
-        """int64 address of value `at` (Int32) of this row in a "blocks" operand."""
+        """int64 address of value `at` (Int32) of this row in an operand of scales."""
         tensor = self.tensors[name]
+        if self.operands[name].kind == "swizzled":
+            tiles = (self.row >> Int64(7)) * Int64(tensor.shape[1] * TILE_ROWS)
+            row = ((self.row & Int64(31)) << Int64(4)) + (((self.row >> Int64(5)) & Int64(3)) << Int64(2))
+            column = (at >> Int32(2)) * Int32(TILE_ROWS * TILE_COLUMNS) + (at & Int32(3))
+            return tensor.iterator.toint() + tiles + row + Int64(column)
         offset = self.row * Int64(tensor.stride[0]) + Int64(at) * Int64(tensor.stride[1])
         return tensor.iterator.toint() + offset * Int64(WIDTH[self.variant.dtype(name)])
 

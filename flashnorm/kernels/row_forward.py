@@ -25,6 +25,7 @@ from flashnorm.kernels.reduce import LaneSum, row_sums
 from flashnorm.kernels.stats import STATS
 from flashnorm.kernels.stores import SAVES, STORES
 from flashnorm.kernels.tile import needs_of
+from flashnorm.program import SCALES
 
 
 class Turns:
@@ -153,9 +154,11 @@ class RowForward:
         variant: what is computed, on which dtypes, widths and layouts.
         plans: (largest M, tile) in rising order; the last one serves every M beyond the one before.
         sm: the compute capability to compile for, 90 for 9.0; programmatic dependent launch begins there.
+        native_fp4: the target has conversions to e2m1.
     """
 
-    def __init__(self, variant, plans, sm):
+    def __init__(self, variant, plans, sm, native_fp4=False):
+        self.native_fp4 = native_fp4
         self.variant, self.plans, self.sm, self.has_pdl = variant, plans, sm, sm >= 90
         self.names = tuple(o.name for o in variant.program.operands())
         # ptxas treats kernels with "cutlass" in their name differently, hence names of our own.
@@ -181,15 +184,15 @@ class RowForward:
         return arguments[:n], arguments[n], arguments[n + 1 :]
 
     def count_rows(self, operands):
-        return row_count(self.first_of("row", operands), self.variant.row_rank)
+        return row_count(self.first_of(("row",), operands), self.variant.row_rank)
 
-    def first_of(self, kind, operands):
-        return operands[[o.kind for o in self.variant.program.operands()].index(kind)]
+    def first_of(self, kinds, operands):
+        return next(t for o, t in zip(self.variant.program.operands(), operands, strict=True) if o.kind in kinds)
 
     def launch(self, index, rows, scalars, enable_pdl, operands, stream):
         tile = self.plans[index][1]
         if pads(self.variant.program):  # a row of the grid for every row of padding, too
-            wanted = extent(self.first_of("blocks", operands), 0)
+            wanted = extent(self.first_of(SCALES, operands), 0)
             rows = rows + (wanted > rows).to(Int64) * (wanted - rows)
         blocks = (rows + Int64(tile.rows - 1)) // Int64(tile.rows) * Int64(tile.cluster_n)
         self.kernel(index, scalars, operands).launch(
@@ -218,6 +221,7 @@ class RowForward:
             pointer = allocator.allocate(size, byte_alignment=16)
             shared = Int32(pointer.toint())
         k = Frame(tile, self.variant, self.sm, dict(zip(self.names, operands, strict=True)), tid, bid, shared)
+        k.native_fp4 = self.native_fp4
         if self.has_pdl:
             k.prefetch()
             memory.wait_for_earlier_kernel()

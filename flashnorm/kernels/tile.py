@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from flashnorm.program import AddResidual, Cast, MeanVar, QuantBlocks, Variant
+from flashnorm.program import AddResidual, BlockScales, Cast, MeanVar, Silu, Variant
 
 GROUP = 8
 MAX_LANES = 1024
@@ -177,6 +177,14 @@ class RowTile:
         return list(range(thread, self.groups, self.threads))
 
 
+BLACKWELL = (100, 103, 110, 120, 121)  # whose "a" and "f" targets convert to e2m1
+
+
+def converts_fp4(arch: str) -> bool:
+    """Whether a target has instructions that convert to e2m1."""
+    return sm_of(arch) in BLACKWELL and arch[-1] in "af"
+
+
 def sm_of(arch: str) -> int:
     """90 of "sm_90a".
 
@@ -198,14 +206,15 @@ def needs_of(variant: Variant) -> Needs:
         held = WIDTH[variant.dtype("residual")] if load.rounded else 4
     else:  # int8 is widened to as many values, so it counts as much as 16 bits
         held = max(2, *loaded)
-    whole_row = isinstance(program.store, QuantBlocks) and program.store.block == 0
+    store = program.store
+    whole_row = isinstance(store, BlockScales) and store.block == 0
     vectors = sum(o.kind == "vec" for o in program.operands())
     return Needs(
         loaded=loaded,
         held=held,
         vectors=vectors,
         exchanges=(3 if isinstance(program.stats, MeanVar) else 1) + whole_row,
-        heavy=vectors > 1 or min(loaded) == 1 or not isinstance(program.store, Cast),
-        narrow=not isinstance(program.store, Cast),
-        least=program.store.block // GROUP if isinstance(program.store, QuantBlocks) else 1,
+        heavy=vectors > 1 or min(loaded) == 1 or not isinstance(store, Cast) or Silu() in program.maps,
+        narrow=not isinstance(store, Cast),
+        least=store.block // GROUP if isinstance(store, BlockScales) else 1,
     )
