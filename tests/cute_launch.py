@@ -82,7 +82,7 @@ class Launch:
         self.expected = model.canonical(program, given, SCALARS)
         before = self.memory.clone()
         machine = emulator.Machine(
-            -(-self.grid_rows // tile.rows) * tile.cluster_n,
+            -(-self.grid_rows // tile.all_rows) * tile.cluster_n,
             tile.num_threads,
             self.memory.numpy(),
             readable.numpy(),

@@ -194,7 +194,9 @@ class Problem:
             how = canonical.Blocks(combo.block, 1e-10, power=power, packed=packed, cap=self._cap)
             return canonical.block_bits(row, combo.out_dtype, how)
         if combo.op in STATIC:
-            return canonical.tensor_bits(row, combo.out_dtype, float(self.scale or 0.0), double=combo.double)
+            return canonical.tensor_bits(
+                row, combo.out_dtype, 0.0 if self.scale is None else float(self.scale), double=combo.double
+            )
         return canonical.cast_bits(row, combo.out_dtype)
 
     def oracle(self) -> oracles.Expected:

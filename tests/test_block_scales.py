@@ -167,19 +167,20 @@ def test_a_gemm_of_the_codes(combo: Combo, route: str, device: torch.device) -> 
     want = problem.oracle()
     call = problem.prepare()
     with flashnorm.backend(route):
-        left = {name: t.cpu() for name, t in call.left(getattr(flashnorm, combo.op)(**call.arguments)).items()}
+        left = call.left(getattr(flashnorm, combo.op)(**call.arguments))
     scale, size = left["scale"], combo.block_size or k
     count = k // size
     if combo.op == BLOCKED or combo.column:
         words = scale.shape[0] if combo.op == BLOCKED else scale.shape[1]
-        flat = scale.as_strided((words * padded(m),), (1,))
+        flat = scale.as_strided((words * padded(m),), (1,)).cpu()  # a copy of the view has no padding
         index = torch.arange(words)[None] * padded(m) + torch.arange(m)[:, None]
         scale = flat[index]
+    scale, codes = scale.cpu(), left["out"].cpu()
     if combo.form == "ue8m0_packed":
         scale = torch.stack([(scale[:, b // 4] >> (8 * (b % 4))) & 0xFF for b in range(count)], 1)
     scale = scale.double() if combo.form == "fp32" else torch.exp2(scale.double() - 127)
     other = torch.randn(k, n, generator=generator("gemm")).double()
-    codes = (left["out"].float() if combo.out != "i8" else left["out"]).double()
+    codes = (codes.float() if combo.out != "i8" else codes).double()
     got = torch.zeros(m, n, dtype=torch.float64)
     for b in range(count):  # a block's products are summed before its scale comes in
         part = slice(b * size, (b + 1) * size)

@@ -4,6 +4,8 @@ Reload policy, staging, masks, strides and alignment are settled here. Stages sp
 groups by round: round j of thread t is group t + j * T of the row. All loops over rounds run while tracing.
 """
 
+from copy import copy
+
 from cutlass import Int32, Int64
 from cutlass._mlir.dialects import cute as cute_ir
 
@@ -63,9 +65,20 @@ class Frame:
         needs = needs_of(variant)
         self._exchange_base = shared_base + self.row_in_cta * Int32(needs.exchanges * tile.blocks * 4)
         self.stage_base = shared_base + Int32(tile.exchange_bytes(needs)) + tid * Int32(SLOT)
-        self._place_row(block)
+        self._block = block
+        self._place_row(0)
 
-    def _place_row(self, block):
+    def following(self, turn):
+        """The view of the row that the same threads work on in a later turn; what is not its own stays loaded."""
+        other = copy(self)
+        other.held, other._passes = {}, 0
+        ours = {o.name for o in self.operands.values() if o.kind in ("vec", "scalar")} - self.by_row
+        other._bases = {name: base for name, base in self._bases.items() if name in ours}
+        other._raw = {(name, j): raw for (name, j), raw in self._raw.items() if name in ours}
+        other._place_row(turn)
+        return other
+
+    def _place_row(self, turn):
         """Threads past the last row repeat it for loads, and store nothing; see also `clear_padding`."""
         self.by_row = {
             o.name
@@ -76,12 +89,15 @@ class Frame:
         plain = self.variant.row_rank == 1
         self._count = row_count(tensor, self.variant.row_rank)
         self.next_pass()
-        self.row, self.row_ok = Int64(block) * Int64(self.tile.rows) + Int64(self.row_in_cta), None
+        self.row, self.row_ok = Int64(self._block) * Int64(self.tile.all_rows) + Int64(self.row_in_cta), None
+        if turn:
+            self.row = self.row + Int64(turn * self.tile.rows)
         row = self.row
         self.padded = pads(self.variant.program)
-        if self.tile.rows > 1 or self.padded:
+        several = self.tile.all_rows > 1
+        if several or self.padded:
             inside = (row < self._count).to(Int64)
-            self.row_ok = inside.to(Int32) if self.tile.rows > 1 else None
+            self.row_ok = inside.to(Int32) if several else None
             row = inside * row + (Int64(1) - inside) * (self._count - Int64(1))
         self.coords = (row,) if plain else (row // extent(tensor, 1), row % extent(tensor, 1))
 
@@ -102,7 +118,7 @@ class Frame:
                 memory.store_f32(address, constant(0.0), pred)
             else:
                 memory.store_byte(address, Int32(0).ir_value(), pred)
-        if self.tile.rows == 1:
+        if self.tile.all_rows == 1:
             memory.leave(beyond.ir_value())
 
     def pick_row(self, index):
@@ -233,6 +249,10 @@ class Frame:
             before += memory.planes_of(self.variant.dtype(staged))
         each = memory.planes_of(self.variant.dtype(name))
         return (self.stage_base + Int32((before * self.tile.rounds + j * each) * plane)).ir_value(), plane
+
+    def has(self, name):
+        """Whether an operand was loaded, in a turn before this one."""
+        return (name, 0) in self._raw
 
     def load(self, name, rounds):
         """Issue the loads of some rounds; `raw` hands them out."""

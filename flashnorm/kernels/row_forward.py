@@ -77,7 +77,8 @@ class Row:
                     k.load(name, (j,))
         if tile.early_weights:
             for name in vecs:
-                k.load(name, range(tile.rounds))
+                if not k.has(name):
+                    k.load(name, range(tile.rounds))
         self.rereads = self.load.names if tile.hold == "global" else ()
         self.late = [*self.rereads, *([] if tile.early_weights else vecs)]
         self.outgoing = self._turns(range(tile.rounds), self.late)
@@ -134,17 +135,31 @@ class Row:
         self.k.next_pass()
 
 
+class Work:
+    """The program on one row: made, its loads are under way; `finish` does the rest."""
+
+    def __init__(self, k, scalars):
+        self.k, self.program, self.scalars = k, k.variant.program, scalars
+        if k.padded:
+            k.clear_padding()
+        self.row = Row(k)
+        self.store = STORES[type(self.program.store)](k, self.program.store, scalars)
+
+    def finish(self):
+        stats = STATS[type(self.program.stats)](self.row, self.scalars)
+        for save in self.program.saves:
+            SAVES[type(save)](self.k, save, stats)
+        self.store(self.row, stats)
+
+
 def row_program(k, scalars):
-    """The four steps, traced for one thread of one row."""
-    program = k.variant.program
-    if k.padded:
-        k.clear_padding()
-    row = Row(k)
-    store = STORES[type(program.store)](k, program.store, scalars)
-    stats = STATS[type(program.stats)](row, scalars)
-    for save in program.saves:
-        SAVES[type(save)](k, save, stats)
-    store(row, stats)
+    """The four steps, traced for one thread: of one row, or of several in turn."""
+    work = Work(k, scalars)
+    for turn in range(1, k.tile.turns):
+        following = Work(k.following(turn), scalars)
+        work.finish()
+        work = following
+    work.finish()
 
 
 class RowForward:
@@ -194,13 +209,14 @@ class RowForward:
         if pads(self.variant.program):  # a row of the grid for every row of padding, too
             wanted = extent(self.first_of(SCALES, operands), 0)
             rows = rows + (wanted > rows).to(Int64) * (wanted - rows)
-        blocks = (rows + Int64(tile.rows - 1)) // Int64(tile.rows) * Int64(tile.cluster_n)
+        blocks = (rows + Int64(tile.all_rows - 1)) // Int64(tile.all_rows) * Int64(tile.cluster_n)
         self.kernel(index, scalars, operands).launch(
             grid=[Int32(blocks), 1, 1],
             block=[tile.num_threads, 1, 1],
             cluster=[tile.cluster_n, 1, 1] if tile.cluster_n > 1 else None,
             stream=stream,
             use_pdl=enable_pdl if self.has_pdl else False,
+            min_blocks_per_mp=tile.min_ctas,
             hint_smem_base_uniform=False,  # a shuffle at the head of the kernel, for nothing here
         )
 

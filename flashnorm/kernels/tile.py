@@ -86,6 +86,9 @@ class RowTile:
         streaming: rows are marked as used once, so that they make room for weights in the caches.
         late_residual: the sum of a row in shared memory is stored in the last pass, so that the first one only reads.
         batch: groups per thread loaded together where a row does not fit registers.
+        turns: rows that a thread works on one after the other, each under way before the one in front is summed.
+            Weights that are loaded early serve all of them.
+        min_ctas: CTAs a multiprocessor must have room for, which bounds registers; 0: the compiler decides.
     """
 
     hidden_size: int
@@ -101,6 +104,8 @@ class RowTile:
     streaming: bool = False
     late_residual: bool = False
     batch: int = 4
+    turns: int = 1
+    min_ctas: int = 0
 
     def __post_init__(self) -> None:
         t, n, c = self.threads_per_row, self.num_threads, self.cluster_n
@@ -117,6 +122,9 @@ class RowTile:
             "hold='shared' needs staging": self.hold != "shared" or self.staged,
             "hold='global' is not staged": self.hold != "global" or not self.staged,
             "batch must be positive": self.batch >= 1,
+            "turns must be positive": self.turns >= 1,
+            "rows that take turns are a warp's at most, in registers": self.turns == 1
+            or (t * c <= WARP and self.hold == "registers" and not self.staged),
         }
         for text, holds in problems.items():
             if not holds:
@@ -138,8 +146,13 @@ class RowTile:
 
     @property
     def rows(self) -> int:
-        """Rows of one CTA."""
+        """Rows that one CTA works on side by side."""
         return self.num_threads // self.threads_per_row
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of one CTA, those of all turns."""
+        return self.rows * self.turns
 
     @property
     def lanes_per_thread(self) -> int:
