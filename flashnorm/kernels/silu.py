@@ -1,7 +1,7 @@
 """SiLU of a group: exp and the quotient by the operations that `program.stages.Silu` lists.
 
-Where all eight values are within +-87, and none is a NaN, nothing overflows: no clamps, and the quotient by a reciprocal
-with corrections, which gives the bits of the division without a branch for each.
+Where all eight values are within +-87, and none is a NaN, nothing overflows: no clamps, and the quotient by a
+reciprocal with corrections, which gives the bits of the division without a branch for each.
 """
 
 import struct
