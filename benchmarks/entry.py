@@ -79,7 +79,6 @@ class Bench:
 
     Attributes:
         op: the public operator.
-        behind: the operator that serves this form, where it is another one.
         ours: binds the public function, with every output given.
         peers: binds each peer, by the name it is reported under.
         form: tells two benches of one operator apart.
@@ -89,19 +88,20 @@ class Bench:
         shapes: that are measured on a GPU where none are asked for.
         cpu: the peers that also run on CPU tensors.
         bars: what the figures are held to.
+        behind: the operator that serves this form, where it is another one.
     """
 
     op: str
     ours: Bind
     peers: Mapping[str, Bind]
     form: str = ""
-    behind: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
     dtypes: Mapping[str, str] = field(default_factory=dict)
     column: bool = False
     shapes: Sequence[Shape] = ()
     cpu: Sequence[str] = ("torch", "torch.compile")
     bars: Bars = field(default_factory=Bars)
+    behind: str = ""
 
     @property
     def name(self) -> str:

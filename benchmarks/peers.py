@@ -27,10 +27,11 @@ DYNAMIC_TABLE: tuple[Shape, ...] = ((1, 4096), (64, 7168), (4096, 4096), (16384,
 # Decoders of video models: widths by tokens of a frame at each resolution.
 _SILU_WIDTHS = (48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 1024)
 SILU_TABLE: tuple[Shape, ...] = (
-    *((tokens, width) for tokens in (1560, 6240, 24960, 99840) for width in _SILU_WIDTHS),
+    *((tokens, width) for tokens in (99840, 1560) for width in _SILU_WIDTHS),
     *((399360, width) for width in (96, 128, 192, 384)),
+    *((tokens, width) for tokens in (24960, 6240) for width in _SILU_WIDTHS),
 )
-SILU_QUANT_TABLE: tuple[Shape, ...] = tuple((t, h) for t, h in SILU_TABLE if t in (1560, 24960, 99840))
+SILU_QUANT_TABLE: tuple[Shape, ...] = tuple((t, h) for t, h in SILU_TABLE if t in (1560, 99840))
 FOUR_BITS_TABLE: tuple[Shape, ...] = ((1, 4096), (64, 7168), (4096, 4096), (16384, 7168))
 
 _CEILING_WIDE = {shape: 0.92 for shape in TABLE if shape[1] >= 65536}

@@ -12,8 +12,8 @@ is in `csrc/`. A dataclass `Affine(offset=1.0, round_norm=False)` whose weight i
 
 and is filled with its operands (references, in the order of `stage.operands()`) and then its run-time
 scalars. A field that says a word, `cap="device"`, becomes an enumerator, `Cap kCap = Cap::kDevice` (kNone for
-the empty word). A new stage needs a dataclass in `flashnorm/program/` and a struct in `csrc/flashnorm/stages/`; this file
-learns nothing about it.
+the empty word). A new stage needs a dataclass in `flashnorm/program/` and a struct in `csrc/flashnorm/stages/`; this
+file learns nothing about it.
 """
 
 from __future__ import annotations

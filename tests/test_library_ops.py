@@ -11,6 +11,9 @@ from torch._subclasses import FakeTensorMode
 
 import flashnorm
 from flashnorm.core.op import ALL, OPS, Op
+from flashnorm.verify import cases
+from flashnorm.verify.problem import make_problem
+from tests import test_scaled as scaled
 from tests.combos import COMBOS, DYNAMIC, STATIC, USUAL, Combo
 from tests.problem import Call, Problem, padded
 from tests.tolerance import assert_same_bits
@@ -34,6 +37,8 @@ def registered(op: Op, device: torch.device, without: bool) -> tuple[Any, ...]:
     Args:
         without: leave out what may be left out.
     """
+    if op.called in scaled.PUBLIC:
+        return _scaled(op, device, without)
     layer = "layernorm" in op.name
     dynamic = op.name.endswith("dynamic_quant")
     made = {
@@ -72,6 +77,24 @@ def registered(op: Op, device: torch.device, without: bool) -> tuple[Any, ...]:
     )
 
 
+def _scaled(op: Op, device: torch.device, without: bool) -> tuple[Any, ...]:
+    """The same of operators with a scale for 16 or 32 elements."""
+    problem = make_problem(op, cases.USUAL, M, H, torch.device("cpu"))
+    given = {} if without else {"weight": problem.given["weight"]}
+    given |= {name: tensor for name, tensor in problem.given.items() if name not in op.optional}
+    tensors = [given.get(o.name) for o in op.operands]
+    words = [str(tensors[i].dtype).removeprefix("torch.") for i in op.encoded]  # type: ignore[union-attr]
+    raw = (t.view(torch.uint8) if t is not None and i in op.encoded else t for i, t in enumerate(tensors))
+    numbers = {"eps": 1e-6, "scale_value": 0.5, "global_scale_value": 3.0}
+    return (
+        *(None if t is None else t.to(device) for t in raw),
+        *(numbers[name] for name in op.scalars),
+        *(next(iter(values.values())) for values in op.options.values()),
+        True,
+        *words,
+    )
+
+
 @every_registered
 def test_opcheck(op: Op, device: torch.device) -> None:
     torch.library.opcheck(op.overload, registered(op, device, without=False))
@@ -94,7 +117,7 @@ def test_schema_marks_what_is_written(op: Op) -> None:
 
 
 def test_every_public_function_is_an_operator() -> None:
-    assert set(OPS) == {combo.op for combo in COMBOS}
+    assert set(OPS) == {combo.op for combo in COMBOS} | set(scaled.PUBLIC)
     assert all(callable(getattr(flashnorm, name)) and name in flashnorm.__all__ for name in OPS)
 
 

@@ -47,6 +47,12 @@ class BlockStore:
         self._by_block(row, stats)
         self._clear_columns()
 
+    def _scale(self, amax):
+        raise NotImplementedError
+
+    def _codes(self, y, how):
+        raise NotImplementedError
+
     def _by_block(self, row, stats):
         k, groups = self.k, self.stage.block // GROUP
         threads = min(groups, k.tile.threads)

@@ -48,7 +48,10 @@ class Frame:
         thread: the thread's number among all that share the row (over the whole cluster).
         pool_ok: whether the row's index lies in the pool (int32), or None where rows are not picked.
         held: what a load stage keeps for the later passes, by round (hold="registers").
+        native_fp4: the target has conversions to e2m1.
     """
+
+    native_fp4 = False
 
     def __init__(self, tile, variant, sm, tensors, tid, bid, shared_base):
         self.tile, self.variant, self.sm, self.tensors, self.tid = tile, variant, sm, tensors, tid

@@ -178,6 +178,14 @@ def has_clusters(sm: int) -> bool:
     return 90 <= sm < 120
 
 
+def _dense(hidden_size: int) -> Shape | None:
+    """Threads that have the same number of groups each, two to five; None where no power of two divides them so."""
+    groups, threads = -(-hidden_size // GROUP), WARP
+    while threads > 1 and (groups % threads or groups // threads < 2):
+        threads //= 2
+    return Shape(threads, 128) if 2 <= groups // threads <= 5 and groups % threads == 0 else None
+
+
 def _shape(size: int, rows: int, sm: int, heavy: bool) -> Shape:
     """The table's word; without clusters one CTA has the threads of the cluster, or as many as registers allow."""
     table = next(t for limit, t in CLASSES if limit is None or rows <= limit)
@@ -230,6 +238,8 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
     elif shape.narrow is not None and needs.narrow:
         shape = shape.narrow
     shape = shape.two if shape.two is not None and len(loaded) > 1 else shape
+    if needs.dense and rows > 3072:
+        shape = _dense(hidden_size) or shape
     cluster = min(shape.cluster, max(1, lanes(hidden_size) // WARP))
     threads = min(max(shape.threads, needs.least), lanes(hidden_size) // cluster)
     cta = threads * (shape.cta // shape.threads) if threads >= WARP else shape.cta

@@ -172,6 +172,8 @@ class RowForward:
         native_fp4: the target has conversions to e2m1.
     """
 
+    native_fp4 = False
+
     def __init__(self, variant, plans, sm, native_fp4=False):
         self.native_fp4 = native_fp4
         self.variant, self.plans, self.sm, self.has_pdl = variant, plans, sm, sm >= 90

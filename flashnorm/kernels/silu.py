@@ -31,7 +31,8 @@ _EXP = (
 _FAST = (
     f"neg.f32 t, ${{y}}; {_EXP} add.rn.f32 e, e, {_ONE}; rcp.approx.ftz.f32 r, e; neg.f32 e, e; "
     f"fma.rn.f32 k, e, r, {_ONE}; fma.rn.f32 r, k, r, r; mul.rn.f32 k, ${{y}}, r; fma.rn.f32 n, e, k, ${{y}}; "
-    "fma.rn.f32 ${z}, n, r, k;"
+    "fma.rn.f32 n, n, r, k; mov.b32 b, n; and.b32 b, b, 0x7fffffff; mov.b32 c, ${y}; and.b32 c, c, 0x80000000; "
+    "or.b32 b, b, c; mov.b32 ${z}, b;"  # the sign, also of a -0
 )
 _SLOW = (
     f"neg.f32 u, ${{y}}; max.f32 t, u, {_f(EXP_FROM)}; {_EXP} setp.gt.f32 q, u, {_f(EXP_TO)}; "

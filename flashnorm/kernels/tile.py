@@ -53,6 +53,7 @@ class Needs:
         exchanges: values that every block of lanes sends to all threads of the row.
         heavy: maps and store take more registers than those of RMSNorm, for which the tiles are chosen.
         narrow: results take a byte an element.
+        dense: instructions are the limit, so that no thread should idle at the end of a row.
         least: threads that share a row at least, where it has as many groups: those of a block are neighbours.
     """
 
@@ -62,6 +63,7 @@ class Needs:
     exchanges: int = 1
     heavy: bool = False
     narrow: bool = False
+    dense: bool = False
     least: int = 1
 
 
@@ -229,5 +231,6 @@ def needs_of(variant: Variant) -> Needs:
         exchanges=(3 if isinstance(program.stats, MeanVar) else 1) + whole_row,
         heavy=vectors > 1 or min(loaded) == 1 or not isinstance(store, Cast) or Silu() in program.maps,
         narrow=not isinstance(store, Cast),
+        dense=Silu() in program.maps,
         least=store.block // GROUP if isinstance(store, BlockScales) else 1,
     )

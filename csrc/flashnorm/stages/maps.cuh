@@ -129,7 +129,8 @@ struct Silu {
         asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(d));
         inverse = fp::fma(fp::fma(-d, inverse, 1.0f), inverse, inverse);
         const float near = fp::mul(v[i], inverse);
-        v[i] = fp::fma(fp::fma(-d, near, v[i]), inverse, near);
+        const float quotient = fp::fma(fp::fma(-d, near, v[i]), inverse, near);
+        v[i] = float_of((bits_of(quotient) & 0x7FFFFFFFu) | (bits_of(v[i]) & 0x80000000u));  // also of a -0
       }
       return;
     }
