@@ -77,9 +77,12 @@ def _dynamic(form: str, granularity: str | int, formula: Callable[..., object]) 
     return Bench("rmsnorm_dynamic_quant", ours, peers, form, options, shapes=DYNAMIC_TABLE, bars=_SHOWN)
 
 
-def _blocks(op: str, form: str, options: dict[str, str], call: Callable[[Buffers], Call]) -> Bench:
+def _blocks(
+    op: str, form: str, options: dict[str, str], call: Callable[[Buffers], Call], formula: Callable[..., object]
+) -> Bench:
     dtypes = {"scale": "uint8", **({"out": "uint8"} if op == "rmsnorm_fp4quant" else {})}
-    return Bench(op, call, {}, form, options=options, dtypes=dtypes, shapes=FOUR_BITS_TABLE, bars=_FOUR_BITS)
+    peers = _torch(formula, "x", "weight")
+    return Bench(op, call, peers, form, options=options, dtypes=dtypes, shapes=FOUR_BITS_TABLE, bars=_FOUR_BITS)
 
 
 _ENTRIES = (
@@ -214,14 +217,17 @@ _ENTRIES = (
     _blocks(
         "rmsnorm_fp4quant", "nvfp4", {},
         lambda t: partial(flashnorm.rmsnorm_fp4quant, t.x, t.weight, t.out, t.scale, eps=EPS),
+        rivals.rmsnorm_nvfp4,
     ),
     _blocks(
         "rmsnorm_fp4quant", "mxfp4", {"block_size": "32"},
         lambda t: partial(flashnorm.rmsnorm_fp4quant, t.x, t.weight, t.out, t.scale, eps=EPS, block_size=32),
+        rivals.rmsnorm_mxfp4,
     ),
     _blocks(
         "rmsnorm_mxfp8_quant", "", {},
         lambda t: partial(flashnorm.rmsnorm_mxfp8_quant, t.x, t.weight, t.out, t.scale, EPS),
+        rivals.rmsnorm_mxfp8,
     ),
 )  # fmt: skip
 BENCHES: dict[str, Bench] = {entry.name: entry for entry in _ENTRIES}
