@@ -18,7 +18,8 @@ struct Rms {
 
   template <class Sums>
   FN_HOST_DEVICE State compute(Sums& row) const {
-    const float mean_square = fp::div_by(row.sum_squares(), row.hidden_size());
+    // Not `div_by`: its branch changes how the kernel is scheduled, and 8192 x 16384 took 164 us in place of 130.
+    const float mean_square = fp::div(row.sum_squares(), float(row.hidden_size()));
     return {fp::reciprocal(fp::sqrt(fp::add(mean_square, eps)))};
   }
   template <int N>
