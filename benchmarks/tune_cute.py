@@ -102,7 +102,6 @@ def describe(tile: RowTile) -> str:
     flags = [f for f in ("staged", "early_weights", "signal_early", "streaming") if getattr(tile, f)]
     flags += [f"prefetch-{tile.prefetch}"] if tile.prefetch != "none" else []
     flags += [f"turns-{tile.turns}"] if tile.turns > 1 else []
-    flags += [f"ctas-{tile.min_ctas}"] if tile.min_ctas else []
     return f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} {tile.hold} b{tile.batch} {' '.join(flags)}"
 
 

@@ -36,7 +36,6 @@ class Shape:
     shared: bool = False  # the row waits in shared memory where registers would hold it too
     late_residual: bool = False
     turns: int = 1
-    min_ctas: int = 0
     batch: int = 0  # rounds whose vectors are loaded together; 0: as many as registers allow
     two: Shape | None = None  # in place of this one where two operands are loaded by rows
     mean: Shape | None = None  # in place of this one for LayerNorm's three sums and two vectors
@@ -55,10 +54,11 @@ def _thin(threads: int, batch: int = 0, shared: bool = False) -> Shape:
     return Shape(threads, threads, early_weights=False, signal_early=True, shared=shared, batch=batch)
 
 
-# Where a row is a few groups, its three sums cost as many instructions as its elements: two rows in turn share the
-# vectors in registers (32768 x 128: 5.7 us, 7.5 with one row and late vectors). Beyond what runs at once that is as
+# Where a row is a few groups, its three sums cost as many instructions as its elements: four rows in turn share the
+# vectors in registers (32768 x 128: 6.2 us, 7.5 with one row and late vectors; two rows on 8 threads in half of the
+# registers 5.7, but that spills). Beyond what runs at once that is as
 # fast as memory goes, and fewer threads are better (262144 x 128: 35.0 us on 4, 35.1 on 8 with four rows in turn).
-_NARROW_MEAN = Shape(8, 128, signal_early=True, turns=2, min_ctas=8)
+_NARROW_MEAN = Shape(16, 128, turns=4)
 _MANY_NARROW_MEAN = Shape(4, 64, early_weights=False, batch=4)
 
 
@@ -250,8 +250,8 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
     if _registers_suffice(tile, held) and not shape.shared:
         early = tile.early_weights and _weights_fit(tile, held, vectors)
         turns = shape.turns if tile.threads <= WARP else 1
-        tile = replace(tile, turns=turns, min_ctas=shape.min_ctas if held == 2 else 0)  # wider rows would spill
-        return replace(tile, early_weights=early, batch=4 if early else shape.batch or _batch(tile, 0, vectors))
+        batch = 4 if early else shape.batch or _batch(tile, 0, vectors)
+        return replace(tile, early_weights=early, batch=batch, turns=turns)
     early = shape.shared and tile.early_weights and _weights_fit(tile, 0, vectors)
     one_row = replace(tile, num_threads=threads, streaming=False)
     tile = replace(tile if shape.shared else one_row, early_weights=early, streaming=False)

@@ -218,7 +218,6 @@ class RowForward:
             cluster=[tile.cluster_n, 1, 1] if tile.cluster_n > 1 else None,
             stream=stream,
             use_pdl=enable_pdl if self.has_pdl else False,
-            min_blocks_per_mp=tile.min_ctas,
             hint_smem_base_uniform=False,  # a shuffle at the head of the kernel, for nothing here
         )
 

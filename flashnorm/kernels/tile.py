@@ -90,7 +90,6 @@ class RowTile:
         batch: groups per thread loaded together where a row does not fit registers.
         turns: rows that a thread works on one after the other, each under way before the one in front is summed.
             Weights that are loaded early serve all of them.
-        min_ctas: CTAs a multiprocessor must have room for, which bounds registers; 0: the compiler decides.
     """
 
     hidden_size: int
@@ -107,7 +106,6 @@ class RowTile:
     late_residual: bool = False
     batch: int = 4
     turns: int = 1
-    min_ctas: int = 0
 
     def __post_init__(self) -> None:
         t, n, c = self.threads_per_row, self.num_threads, self.cluster_n
