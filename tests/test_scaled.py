@@ -178,6 +178,10 @@ def test_no_rows(route: str, device: torch.device) -> None:
         assert flashnorm.rmsnorm_fp4quant(x, weight, is_sf_swizzled_layout=True)[1].numel() == 0
         assert [tuple(t.shape) for t in flashnorm.rmsnorm_mxfp8_quant(x, weight)] == [(0, 64), (0, 2)]
         assert tuple(flashnorm.fused_rmsnorm_silu(x, weight).shape) == (0, 64)
+        for shape in ((4, 0, 64), (0, 8, 64)):
+            empty = x.new_empty(shape)
+            assert tuple(flashnorm.rmsnorm_mxfp8_quant(empty, None)[1].shape) == (*shape[:-1], 2)
+            assert tuple(flashnorm.rmsnorm_fp4quant(empty, None)[1].shape) == (*shape[:-1], 4)
 
 
 def test_silu_forms(route: str, device: torch.device) -> None:

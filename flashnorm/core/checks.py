@@ -134,7 +134,8 @@ def check_tensors(op: Op, program: RowProgram, tensors: Sequence[Any]) -> None:
             assert isinstance(program.store, BlockScales)
             count, columns = math.prod(rows), program.store.columns(x.shape[-1], operand.kind)
             size, _ = scales_view(op, program, operand, tensor, count, x.shape[-1])
-            if len(size) != 2 or size[0] < count or size[1] != columns:
+            # Tiles have been compared with the rows already.
+            if operand.kind == "blocks" and (len(size) != 2 or size[0] < count or size[1] != columns):
                 raise ValueError(
                     f"{op.called}: {op.label(operand)} must hold {columns} values for each of {count} rows, "
                     f"got shape {tuple(tensor.shape)}"

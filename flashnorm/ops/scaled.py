@@ -81,6 +81,8 @@ def by_rows(called: str, scale: Tensor, rows: int) -> tuple[tuple[int, ...], tup
         raise ValueError(
             f"{called}: block_scale must have a row of scales for each of {rows} rows, got shape {tuple(scale.shape)}"
         )
+    if 0 in lead:
+        return (0, scale.shape[-1]), (scale.shape[-1], 1)
     sizes, (strides,) = layout.collapse(lead, [scale.stride()[:-1]])
     if len(sizes) > 1:
         raise ValueError(
