@@ -11,8 +11,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
 from flashnorm.kernels.fp import asm, asm_many
-
-NATIVE_FP8 = 89  # the first compute capability that has instructions for it
+from flashnorm.kernels.tile import NATIVE_FP8
 
 
 def _each(count, code):

@@ -56,8 +56,8 @@ def _thin(threads: int, batch: int = 0, shared: bool = False) -> Shape:
 
 # Where a row is a few groups, its three sums cost as many instructions as its elements: four rows in turn share the
 # vectors in registers (32768 x 128: 6.2 us, 7.5 with one row and late vectors; two rows on 8 threads in half of the
-# registers 5.7, but that spills). Beyond what runs at once that is as
-# fast as memory goes, and fewer threads are better (262144 x 128: 35.0 us on 4, 35.1 on 8 with four rows in turn).
+# registers 5.7, but that spills). Beyond what runs at once that is as fast as memory goes, and fewer threads are better
+# (262144 x 128: 35.0 us on 4, 35.1 on 8 with four rows in turn).
 _NARROW_MEAN = Shape(16, 128, turns=4)
 _MANY_NARROW_MEAN = Shape(4, 64, early_weights=False, batch=4)
 

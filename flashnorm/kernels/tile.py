@@ -190,7 +190,10 @@ class RowTile:
         return list(range(thread, self.groups, self.threads))
 
 
-BLACKWELL = (100, 103, 110, 120, 121)  # whose "a" and "f" targets convert to e2m1
+# Where an encoding has conversion instructions: of 8 bits from a compute capability on, e2m1 on these alone, in targets
+# that are compiled for one device or family ("a", "f").
+NATIVE_FP8 = 89
+BLACKWELL = (100, 103, 110, 120, 121)
 
 
 def converts_fp4(arch: str) -> bool:

@@ -5,24 +5,17 @@
 
 namespace flashnorm {
 
-// Where the cap on an amax is: nowhere, in the launch, or an element in device memory.
-enum class Cap { kNone, kValue, kDevice };
+using Cap = Where;  // the name that generated options have for it
 
-// A scale for every `block` elements of a row, from their amax (program/stores.py has the formula). `More_` are the
-// element types of a second layout of scales, of a cap in device memory and of the side output, as far as there are such
-// operands.
+// A scale for every `block` elements of a row, from their amax (program/stores.py has the formula). The number of its
+// operands is the cap on an amax.
 template <class Options, class Dst, class Kept, class... More_>
-class QuantBlocks {
-  static constexpr bool kBoth = Options::kLayout == Layout::kBoth;
-  static constexpr bool kCapOnDevice = Options::kCap == Cap::kDevice;
-  static_assert(sizeof...(More_) == int(kBoth) + int(kCapOnDevice) + int(Options::kSide), "an element type an operand");
-
-  using CapElement = typename Nth<int(kBoth), More_...>::Type;
-  using SideElement = typename Nth<int(kBoth) + int(kCapOnDevice), More_...>::Type;
-  using CapMember = std::conditional_t<kCapOnDevice, const CapElement*,
-                                       std::conditional_t<Options::kCap == Cap::kValue, float, Nothing>>;
-  using SideMember = std::conditional_t<Options::kSide, RowRef<SideElement>, Nothing>;
+class QuantBlocks : public BlockOperands<Options::kLayout, Options::kCap, Options::kSide,
+                                         typename CodesOut<Options::kFp4, Dst>::Ref, Kept, More_...> {
   using Out = CodesOut<Options::kFp4, Dst>;
+  using Operands = typename QuantBlocks::BlockOperands;
+  using Operands::dst_;
+  using Operands::scales_;
   // floor(log2) of the largest finite code.
   static constexpr uint32_t kTop = Out::kLargest == 448.0f ? 8 : Out::kLargest == 6.0f ? 2 : 15;
 
@@ -43,27 +36,9 @@ class QuantBlocks {
     bool zero;      // all elements are
   };
 
-  // The operands in their order, then the cap where it is a value.
-  template <class... More>
-  FN_HOST_DEVICE QuantBlocks(typename Out::Ref dst, More... more) : dst_(dst) {
-    (take(more), ...);
-  }
+  using Operands::Operands;
 
-  FN_HOST_DEVICE void enter(Row row, int col) {
-    dst_.enter(row, col);
-    scales_.enter(row);
-    if constexpr (Options::kSide) side_.enter(row, col);
-  }
-
-  FN_HOST_DEVICE Given read() const {
-    if constexpr (kCapOnDevice) {
-      return {widened(*cap_)};
-    } else if constexpr (Options::kCap == Cap::kValue) {
-      return {cap_};
-    } else {
-      return {0.0f};
-    }
-  }
+  FN_HOST_DEVICE Given read() const { return {this->number(0.0f)}; }
 
   // `amax` as `magnitude` gives it.
   FN_HOST_DEVICE Scale scale(uint32_t amax, Given given) const {
@@ -90,11 +65,7 @@ class QuantBlocks {
 
   template <int N, class Access>
   FN_HOST_DEVICE void put(float (&v)[N], const Scale& scale, const At<Access>& at) const {
-    if constexpr (Options::kSide) {
-      Pack<SideElement, N> pack;
-      narrow(pack, v);
-      side_.store(pack, at);
-    }
+    this->put_side(v, at);
     FN_UNROLL
     for (int i = 0; i < N; ++i) v[i] = fp::mul(v[i], scale.ratio);
     typename Out::template Codes<N> codes;
@@ -126,9 +97,6 @@ class QuantBlocks {
     }
   }
 
-  FN_HOST_DEVICE void pad(Row row, int first, int step) const { scales_.pad(row, first, step); }
-  FN_HOST_DEVICE int64_t padded_rows() const { return scales_.padded_rows(); }
-
   // Columns of the scales of a row.
   static int columns(int hidden_size) { return Options::kPacked ? (blocks(hidden_size) + 3) / 4 : blocks(hidden_size); }
 
@@ -154,19 +122,6 @@ class QuantBlocks {
     const uint32_t bits = byte == 254u ? 0x00400000u : (254u - byte) << 23;
     return float_of(byte == 0xFFu ? kNanWord : bits);
   }
-
-  FN_HOST_DEVICE void take(const BlocksRef<Kept>& rows) { scales_.take(rows); }
-  FN_HOST_DEVICE void take(const SwizzledRef<Kept>& tiles) { scales_.take(tiles); }
-  FN_HOST_DEVICE void take(const RowRef<SideElement>& side) { side_ = side; }
-  template <class T>
-  FN_HOST_DEVICE void take(T cap) {
-    cap_ = cap;
-  }
-
-  typename Out::Ref dst_;
-  ScalesOut<Options::kLayout, Kept> scales_;
-  CapMember cap_;
-  SideMember side_;
 };
 
 }  // namespace flashnorm

@@ -90,15 +90,19 @@ struct Bias {
   }
 };
 
-// y = rT(y)
-template <class Options>
-struct Round {
+// What a map that reads nothing has to fetch.
+struct NoOperands {
   template <int N>
   struct Raw {};
 
   FN_HOST_DEVICE void enter(Row, int) {}
   template <int N, class Access>
   FN_HOST_DEVICE void fetch(Raw<N>&, const At<Access>&) const {}
+};
+
+// y = rT(y)
+template <class Options>
+struct Round : NoOperands {
   template <int N>
   FN_HOST_DEVICE void apply(float (&v)[N], const Raw<N>&) const {
     round_to<typename Options::Input>(v);
@@ -107,13 +111,7 @@ struct Round {
 
 // y = div(y, add(1, exp(-y))), the exponential by the operations that program/stages.py lists.
 template <class Options>
-struct Silu {
-  template <int N>
-  struct Raw {};
-
-  FN_HOST_DEVICE void enter(Row, int) {}
-  template <int N, class Access>
-  FN_HOST_DEVICE void fetch(Raw<N>&, const At<Access>&) const {}
+struct Silu : NoOperands {
   template <int N>
   FN_HOST_DEVICE void apply(float (&v)[N], const Raw<N>&) const {
 #if FN_DEVICE_CODE

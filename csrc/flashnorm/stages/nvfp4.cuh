@@ -5,24 +5,16 @@
 
 namespace flashnorm {
 
-// Where the global scale is: nowhere (1), in the launch, or an element in device memory.
-enum class GlobalScale { kNone, kValue, kDevice };
+using GlobalScale = Where;  // the name that generated options have for it; nowhere: 1
 
 // sf = e4m3(min(mul(G, div(amax, 6)), 448)); code = e2m1(div(mul(y, G), f(sf))). program/stores.py has the special
-// values. `More_` are the element types of a second layout of scales, of a global scale in device memory and of the side
-// output, as far as there are such operands.
+// values. The number of its operands is the global scale.
 template <class Options, class Dst, class Kept, class... More_>
-class QuantNvfp4 {
-  static constexpr bool kBoth = Options::kLayout == Layout::kBoth;
-  static constexpr bool kOnDevice = Options::kGlobalScale == GlobalScale::kDevice;
-  static_assert(sizeof...(More_) == int(kBoth) + int(kOnDevice) + int(Options::kSide), "an element type an operand");
-
-  using GainElement = typename Nth<int(kBoth), More_...>::Type;
-  using SideElement = typename Nth<int(kBoth) + int(kOnDevice), More_...>::Type;
-  using GainMember = std::conditional_t<
-      kOnDevice, const GainElement*,
-      std::conditional_t<Options::kGlobalScale == GlobalScale::kValue, float, Nothing>>;
-  using SideMember = std::conditional_t<Options::kSide, RowRef<SideElement>, Nothing>;
+class QuantNvfp4
+    : public BlockOperands<Options::kLayout, Options::kGlobalScale, Options::kSide, PairsRef<uint8_t>, Kept, More_...> {
+  using Operands = typename QuantNvfp4::BlockOperands;
+  using Operands::dst_;
+  using Operands::scales_;
 
  public:
   static constexpr bool kCodes = true;
@@ -40,27 +32,9 @@ class QuantNvfp4 {
     bool zero, nan;  // all codes are +0, or all 7
   };
 
-  // The operands in their order, then the global scale where it is a value.
-  template <class... More>
-  FN_HOST_DEVICE QuantNvfp4(PairsRef<uint8_t> dst, More... more) : dst_(dst) {
-    (take(more), ...);
-  }
+  using Operands::Operands;
 
-  FN_HOST_DEVICE void enter(Row row, int col) {
-    dst_.enter(row, col);
-    scales_.enter(row);
-    if constexpr (Options::kSide) side_.enter(row, col);
-  }
-
-  FN_HOST_DEVICE Given read() const {
-    if constexpr (kOnDevice) {
-      return {widened(*gain_)};
-    } else if constexpr (Options::kGlobalScale == GlobalScale::kValue) {
-      return {gain_};
-    } else {
-      return {1.0f};
-    }
-  }
+  FN_HOST_DEVICE Given read() const { return {this->number(1.0f)}; }
 
   FN_HOST_DEVICE Scale scale(uint32_t amax, Given given) const {
     float wanted = fp::div(float_of(finite(amax)), kLargestE2m1);
@@ -81,11 +55,7 @@ class QuantNvfp4 {
 
   template <int N, class Access>
   FN_HOST_DEVICE void put(float (&v)[N], const Scale& scale, const At<Access>& at) const {
-    if constexpr (Options::kSide) {
-      Pack<SideElement, N> pack;
-      narrow(pack, v);
-      side_.store(pack, at);
-    }
+    this->put_side(v, at);
     float quotients[N];
     FN_UNROLL
     for (int i = 0; i < N; ++i) {
@@ -104,8 +74,6 @@ class QuantNvfp4 {
   FN_HOST_DEVICE void put_scale(const Scale& scale, Row row, int block) const {
     scales_.put(row, block, scales_.hidden_size() / kBlock, Kept(scale.byte));
   }
-  FN_HOST_DEVICE void pad(Row row, int first, int step) const { scales_.pad(row, first, step); }
-  FN_HOST_DEVICE int64_t padded_rows() const { return scales_.padded_rows(); }
 
   static int columns(int hidden_size) { return hidden_size / kBlock; }
 
@@ -120,19 +88,6 @@ class QuantNvfp4 {
     return fp::div(v, scale.value);
 #endif
   }
-
-  FN_HOST_DEVICE void take(const BlocksRef<Kept>& rows) { scales_.take(rows); }
-  FN_HOST_DEVICE void take(const SwizzledRef<Kept>& tiles) { scales_.take(tiles); }
-  FN_HOST_DEVICE void take(const RowRef<SideElement>& side) { side_ = side; }
-  template <class T>
-  FN_HOST_DEVICE void take(T gain) {
-    gain_ = gain;
-  }
-
-  PairsRef<uint8_t> dst_;
-  ScalesOut<Options::kLayout, Kept> scales_;
-  GainMember gain_;
-  SideMember side_;
 };
 
 }  // namespace flashnorm

@@ -119,4 +119,73 @@ struct CodesOut<true, Dst> {
   }
 };
 
+// Where a number that a store is given is: nowhere, in the launch, or an element in device memory.
+enum class Where { kNone, kValue, kDevice };
+
+// What a store with a scale for every block of a row is given: where codes and scales go, then, as far as there are
+// such operands, a number and a side output. `More_` are the element types of a second layout of scales, of the number
+// in device memory and of the side output.
+template <Layout kLayout, Where kNumber, bool kSide, class CodesRef, class Kept, class... More_>
+class BlockOperands {
+  static constexpr bool kBoth = kLayout == Layout::kBoth;
+  static constexpr bool kOnDevice = kNumber == Where::kDevice;
+  static_assert(sizeof...(More_) == int(kBoth) + int(kOnDevice) + int(kSide), "an element type an operand");
+
+  using NumberElement = typename Nth<int(kBoth), More_...>::Type;
+  using SideElement = typename Nth<int(kBoth) + int(kOnDevice), More_...>::Type;
+  using Number =
+      std::conditional_t<kOnDevice, const NumberElement*, std::conditional_t<kNumber == Where::kValue, float, Nothing>>;
+  using Side = std::conditional_t<kSide, RowRef<SideElement>, Nothing>;
+
+ public:
+  // The operands in their order, then the number where it is a value.
+  template <class... More>
+  FN_HOST_DEVICE BlockOperands(CodesRef dst, More... more) : dst_(dst) {
+    (take(more), ...);
+  }
+
+  FN_HOST_DEVICE void enter(Row row, int col) {
+    dst_.enter(row, col);
+    scales_.enter(row);
+    if constexpr (kSide) side_.enter(row, col);
+  }
+  FN_HOST_DEVICE void pad(Row row, int first, int step) const { scales_.pad(row, first, step); }
+  FN_HOST_DEVICE int64_t padded_rows() const { return scales_.padded_rows(); }
+
+ protected:
+  FN_HOST_DEVICE float number(float otherwise) const {
+    if constexpr (kOnDevice) {
+      return widened(*number_);
+    } else if constexpr (kNumber == Where::kValue) {
+      return number_;
+    } else {
+      return otherwise;
+    }
+  }
+
+  template <int N, class Access>
+  FN_HOST_DEVICE void put_side(const float (&v)[N], const At<Access>& at) const {
+    if constexpr (kSide) {
+      Pack<SideElement, N> pack;
+      narrow(pack, v);
+      side_.store(pack, at);
+    }
+  }
+
+  CodesRef dst_;
+  ScalesOut<kLayout, Kept> scales_;
+
+ private:
+  FN_HOST_DEVICE void take(const BlocksRef<Kept>& rows) { scales_.take(rows); }
+  FN_HOST_DEVICE void take(const SwizzledRef<Kept>& tiles) { scales_.take(tiles); }
+  FN_HOST_DEVICE void take(const RowRef<SideElement>& side) { side_ = side; }
+  template <class T>
+  FN_HOST_DEVICE void take(T number) {
+    number_ = number;
+  }
+
+  Number number_;
+  Side side_;
+};
+
 }  // namespace flashnorm
