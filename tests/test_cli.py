@@ -114,7 +114,7 @@ def test_explain_the_cpu(capsys):
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["softmax"], "OP must be one of fused_add_layernorm,"),
+        (["softmax"], "OP must be one of add_rmsnorm_fp4quant,"),
         (["rmsnorm", "--shape", "64*4096"], "--shape looks like 64x4096"),
         (["rmsnorm", "--shape", "2x300000"], "must be 1 to 262144, got 300000"),
         (["rmsnorm", "--dtype", "int8"], "--dtype must be one of fp32, fp16, bf16, got 'int8'"),
@@ -123,6 +123,8 @@ def test_explain_the_cpu(capsys):
         (["layernorm_quant", "--out-dtype", "int8"], "--out-dtype must be one of e4m3, e5m2, got 'int8'"),
         (["rmsnorm", "--option", "granularity=128"], "rmsnorm takes no further option, got granularity"),
         (["rmsnorm_dynamic_quant", "--option", "granularity=7"], "granularity must be one of"),
+        (["rmsnorm_fp4quant", "--option", "block_size=8"], "block_size must be one of"),
+        (["rmsnorm_mxfp8_quant", "--option", "scale_rule=down"], "scale_rule must be one of"),
         (["rmsnorm", "--numerics", "exact"], "numerics must be one of"),
         (["rmsnorm", "--arch", "hopper"], "sm_90a"),
         (["rmsnorm", "--device", "toaster"], "--device toaster"),
@@ -142,16 +144,20 @@ def test_explain_takes_an_arch_or_a_device(capsys):
 
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_explain_asks_about_the_kernel_of_a_plain_call(name):
-    op, hidden = OPS[name], 4100
+    op, hidden = OPS[name], 4100 if not name.endswith(("fp4quant", "mxfp8_quant")) else 4128
     asked = {f"{what}_dtype": None for what in ("weight", "bias", "residual", "out")}
     arguments = argparse.Namespace(shape=f"2x{hidden}", dtype="fp16", numerics="flashinfer", option=[], **asked)
     variant, _ = explain_cli._variant(op, arguments)
     given = {}
     for operand, dtype in zip(variant.program.operands(), variant.dtypes, strict=True):
         shape = {"row": (2, hidden), "vec": (hidden,)}.get(operand.kind)
+        if operand.kind == "pairs":
+            shape = (2, hidden // 2)
         if operand.kind == "blocks":
             columns = variant.program.store.columns(hidden)
-            shape = (columns, 4) if op.label(operand) == "block_scale" else (2, columns)
+            shape = (2, columns)
+            if op.label(operand) == "block_scale" and not operand.raw:
+                shape = (columns, 4)
         given[operand.name] = torch.empty(shape, dtype=getattr(torch, dtype))
     tensors = [given.get(operand.name) for operand in op.operands]
     assert normalise(op, variant.program, tensors)[0] == variant
@@ -175,6 +181,16 @@ def test_explain_takes_what_an_operator_has(capsys, tools):
     found = run_json(capsys, *argv)
     assert found["dtypes"]["out"] == "int8" and found["options"] == {"granularity": "128"}
     assert "granularity 128" in run(capsys, *argv)[1]
+
+
+@pytest.mark.parametrize(("block", "form"), [("16", "e4m3"), ("32", "ue8m0"), ("32", "e4m3")])
+def test_explain_four_bits(block, form, capsys, tools):
+    argv = ("explain", "add_rmsnorm_fp4quant", "--option", f"block_size={block}", "--option", f"scale_format={form}")
+    found = run_json(capsys, *argv, "--residual-dtype", "fp32", "--arch", "sm_90a")
+    assert found["options"] == {"block_size": block, "scale_format": form}
+    assert {"input": "bfloat16", "residual": "float32", "weight": "bfloat16"}.items() <= found["dtypes"].items()
+    assert {"y_fp4", "block_scale"} <= set(found["dtypes"])
+    assert all(row["kernel"] is not None for row in found["routes"] if row["route"] in ("cute", "cuda"))
 
 
 # ------------------------------------------------------------------ cache

@@ -119,7 +119,7 @@ def test_any_leading_shape(shape: tuple[int, ...], swizzled: bool) -> None:
     codes = random_bytes(*shape[:-1], shape[-1] // 2)
     blocks, rows = shape[-1] // 16, codes[..., 0].numel()
     plain = torch.randint(0, 0x7F, (rows, blocks)).to(torch.uint8).view(E4M3)
-    want = scales.dequantize(codes.reshape(rows, -1), plain, block_size=16).view(shape)
+    want = scales.dequantize(codes.reshape(rows, shape[-1] // 2), plain, block_size=16).view(shape)
     block_scale = scales.swizzle_scales(plain) if swizzled else plain.view(*shape[:-1], blocks)
     got = scales.dequantize(codes.view(E2M1), block_scale, block_size=16, swizzled=swizzled)
     assert got.shape == shape and torch.equal(got, want)
@@ -153,7 +153,7 @@ GOOD = {"codes": U8, "block_scale": torch.zeros(4, 2, dtype=torch.uint8), "block
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"codes": U8.int()}, "codes must have one of the dtypes uint8, float4_e2m1fn_x2, float8_e4m3fn, got torch.int32"),
+        ({"codes": U8.int()}, "codes must have one of the dtypes uint8, float4_e2m1fn_x2, float8_e4m3fn, got"),
         ({"codes": U8[0, 0]}, "codes must have at least one dimension"),
         ({"codes": U8[:, :15]}, "codes must have whole blocks of 16 elements in a row, got 30"),
         ({"codes": U8[:, :0]}, "codes must have whole blocks"),
@@ -183,7 +183,7 @@ def test_tiles_name_what_is_wrong() -> None:
         lambda: scales.swizzle_scales(3),  # type: ignore[arg-type]
         lambda: scales.unswizzle_scales("x", 1, 1),  # type: ignore[arg-type]
     ):
-        with pytest.raises(TypeError, match="must be a torch.Tensor"):
+        with pytest.raises(TypeError, match=r"must be a torch\.Tensor"):
             call()
     whole = torch.zeros(512, dtype=torch.uint8)
     for arguments, named in (
