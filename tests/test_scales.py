@@ -153,7 +153,7 @@ GOOD = {"codes": U8, "block_scale": torch.zeros(4, 2, dtype=torch.uint8), "block
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"codes": U8.int()}, "codes must have one of the dtypes uint8, float4_e2m1fn_x2, float8_e4m3fn"),
+        ({"codes": U8.int()}, "codes must have one of the dtypes uint8, float4_e2m1fn_x2, float8_e4m3fn, got"),
         ({"codes": U8[0, 0]}, "codes must have at least one dimension"),
         ({"codes": U8[:, :15]}, "codes must have whole blocks of 16 elements in a row, got 30"),
         ({"codes": U8[:, :0]}, "codes must have whole blocks"),

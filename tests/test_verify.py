@@ -162,7 +162,13 @@ def _unwritten(p, device):
     return written
 
 
-@pytest.mark.parametrize("op", ["rmsnorm", "fused_add_rmsnorm", "layernorm", "rmsnorm_quant", "rmsnorm_dynamic_quant"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        *("rmsnorm", "fused_add_rmsnorm", "layernorm", "rmsnorm_quant", "rmsnorm_dynamic_quant", "fused_rmsnorm_silu"),
+        *("rmsnorm_fp4quant_swizzled", "add_rmsnorm_fp4quant_both", "rmsnorm_mxfp8_quant"),
+    ],
+)
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -215,6 +221,29 @@ def test_wrong_scales_and_codes_fail_on_any_route(
     op = ALL["fused_add_rmsnorm_fp8_block_quant"]
     found = lines.verify_line(op, "torch", cases.USUAL, CPU, ((33, 384),) * 10, 1)
     assert any(said in text for text in found.failures), found.failures
+
+
+@pytest.mark.parametrize(
+    "name", ["rmsnorm_fp4quant_swizzled", "add_rmsnorm_fp4quant_both", "rmsnorm_mxfp8_quant_swizzled"]
+)
+def test_stale_tiles_fail_on_any_route(perfect: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A byte of their padding, and scales that are right but lie by rows."""
+
+    def padding(p, device):
+        written = _canonical(p)
+        raw(written["scale"])[-1, -1] = 0x7F
+        return written
+
+    def by_rows(p, device):
+        written = _canonical(p)
+        plain = raw(p.by_rows("scale", written["scale"]))
+        raw(written["scale"])[: len(plain), : plain.shape[1]] = plain
+        return written
+
+    for fault in (padding, by_rows):
+        monkeypatch.setattr(problem, "call", fault)
+        found = lines.verify_line(ALL[name], "torch", cases.USUAL, CPU, ((33, 384),), 1)
+        assert any("scale: " in text and "steps from the formula" in text for text in found.failures), found.failures
 
 
 def test_a_difference_may_lose_what_its_operands_are_rounded_to() -> None:

@@ -5,28 +5,31 @@ maximum is a few shuffles, in which every thread of the warp takes part, also th
 whole row as one block needs an exchange between the warps, and then one more pass.
 """
 
-import math
-
 from cutlass import Int32
 
-from flashnorm.kernels.codec import encode, exponent_byte, floor_byte, pack, power_of_two, unpack
-from flashnorm.kernels.codec4 import LARGEST_E2M1, code_mask, e4m3_byte, e4m3_value, encode_e2m1
-from flashnorm.kernels.fp import (
-    all_ones_unless_zero,
-    constant,
-    div_rn,
-    fma_rn,
-    keep_raw,
-    max_nan,
-    min_nan,
-    mul_rn,
-    rcp_rn,
-)
+from flashnorm.kernels.codec import encode, pack, unpack
+from flashnorm.kernels.codec4 import LARGEST_E2M1, encode_products, encode_quotients, unit
+from flashnorm.kernels.fp import constant, div_rn, max_nan, min_nan, mul_rn, rcp_rn
 from flashnorm.kernels.memory import GROUP, warp_barrier
 from flashnorm.kernels.reduce import butterfly, largest, row_max
+from flashnorm.kernels.scales import (
+    e4m3_byte,
+    e4m3_value,
+    factor_of,
+    floor_byte,
+    inverse_parts,
+    is_nan,
+    is_nan_e4m3,
+    masked,
+    masks,
+    sixth,
+    up_byte,
+)
 from flashnorm.program import SCALES, Round
 
 LARGEST_CODE = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+NAN_CODES = {"float8_e4m3fn": 0x7F7F7F7F, "float8_e5m2": 0x7F7F7F7F, "int8": 0}  # of four elements
+NAN_E2M1 = 0x77777777  # of eight
 FLT_MAX = (2 - 2**-23) * 2.0**127
 PACKED = 4  # bytes of an int32
 
@@ -34,7 +37,7 @@ PACKED = 4  # bytes of an int32
 class BlockStore:
     """A store that goes over a row by blocks, and finds a scale for each.
 
-    Subclasses say what `_scale(amax)` makes of a block's largest |y|: (what is stored, what `_codes` needs, a mask for
+    Subclasses say what `_scale(amax)` makes of a block's largest |y|: (what is stored, what `_codes` needs, masks for
     the codes); and `_codes(y, what)`: raw registers.
     """
 
@@ -60,7 +63,8 @@ class BlockStore:
             raise ValueError(f"a block of {self.stage.block} needs {groups} threads a row: {k.tile}")
         first = ((k.thread & Int32(threads - 1)) == Int32(0)).to(Int32)
         for j, y in row.outputs(stats):
-            amax = butterfly(largest(row.present(j, y)), threads, max_nan)
+            # Of whole blocks a thread has what its neighbours have: elements, or nothing that is stored.
+            amax = butterfly(largest(y if self.stage.whole else row.present(j, y)), threads, max_nan)
             scale, how, some = self._scale(amax)
             self._store(j, y, how, some)
             there = k.has_group(j)
@@ -69,7 +73,7 @@ class BlockStore:
                 k.store_block(operand.name, block, scale, first if there is None else first & there)
 
     def _store(self, j, y, how, some):
-        codes = [keep_raw(c, some) for c in self._codes(y, how)]
+        codes = [masked(c, *some) for c in self._codes(y, how)]
         if self.pairs:
             self.k.store_pairs("out", j, codes[0])
         else:
@@ -132,44 +136,42 @@ class QuantBlocksStore(BlockStore):
 
     # ------------------------------------------------------------------ one block
     def _scale(self, amax):
-        some = all_ones_unless_zero(amax)
-        a = max_nan(min_nan(amax, constant(FLT_MAX)), constant(self.stage.floor))
+        a, largest_code = min_nan(amax, constant(FLT_MAX)), constant(self.largest)
+        a = max_nan(a, constant(self.stage.floor)) if self.stage.floor else a
         a = a if self.cap is None else min_nan(a, self.cap)
-        largest_code = constant(self.largest)
-        if self.stage.ocp:
-            stored = floor_byte(a, math.frexp(self.largest)[1] - 1)
-            return stored, rcp_rn(power_of_two(stored)), some
-        stored = s = div_rn(a, largest_code)
+        some = masks(amax, is_nan(a), NAN_E2M1 if self.stage.fp4 else NAN_CODES[self.out])
         if self.stage.ue8m0:
-            stored = exponent_byte(s)
-            s = power_of_two(stored)
-        return stored, div_rn(largest_code, a) if self.stage.ratio else rcp_rn(s), some
+            byte = (floor_byte if self.stage.ocp else up_byte)(a, self.largest)
+            factor = factor_of(byte)
+            return byte, mul_rn(factor, constant(1 / unit(self.k.native_fp4))) if self.stage.fp4 else factor, some
+        s = div_rn(a, largest_code)
+        return s, div_rn(largest_code, a) if self.stage.ratio else rcp_rn(s), some
 
     def _codes(self, y, factor):
-        values = [mul_rn(v, factor) for v in y]
         if self.pairs:
-            return [encode_e2m1(values, values, self.k.native_fp4)]
-        return encode(values, self.out, self.k.sm)
+            return [encode_products(y, factor, self.k.native_fp4)]
+        return encode([mul_rn(v, factor) for v in y], self.out, self.k.sm)
 
 
 class QuantNvfp4Store(BlockStore):
-    """scale = e4m3(min(mul(G, div(amax, 6)), 448)); code = e2m1(div(mul(y, G), f(scale)))."""
+    """scale = e4m3(min(mul(G, div(amax, 6)), 448)); code = e2m1(div(mul(y, G), f(scale))).
+
+    The minimum is what the conversion does with more than the largest code.
+    """
 
     def __init__(self, k, stage, scalars):
         super().__init__(k, stage)
         self.gain = k.load_one("global_scale") if stage.global_scale == "device" else scalars.get("global_scale_value")
 
     def _scale(self, amax):
-        wanted = div_rn(min_nan(amax, constant(FLT_MAX)), constant(LARGEST_E2M1))
-        wanted = wanted if self.gain is None else mul_rn(self.gain, wanted)
-        byte = e4m3_byte(min_nan(wanted, constant(LARGEST_CODE["float8_e4m3fn"])), self.k.sm)
-        value = e4m3_value(byte)
-        return byte, (mul_rn(value, constant(-1.0)), rcp_rn(value)), code_mask(amax, byte)
+        gain = self.gain  # without it a quotient that is subnormal makes a scale of 0, whatever its last bits are
+        wanted = sixth(min_nan(amax, constant(FLT_MAX)), tiny=gain is not None)
+        byte = e4m3_byte(wanted if gain is None else mul_rn(gain, wanted), self.k.sm)
+        value = e4m3_value(byte, unit(self.k.native_fp4))
+        some = masks(amax, is_nan_e4m3(byte), NAN_E2M1, byte)
+        return byte, (value, inverse_parts(value)), some
 
     def _codes(self, y, how):
-        """The quotient by the inverse with one correction: where a code can tell it is the rounded quotient."""
-        minus, inverse = how
-        scaled = list(y) if self.gain is None else [mul_rn(v, self.gain) for v in y]
-        near = [mul_rn(v, inverse) for v in scaled]
-        quotients = [fma_rn(fma_rn(minus, n, v), inverse, n) for v, n in zip(scaled, near, strict=True)]
-        return [encode_e2m1(quotients, scaled, self.k.native_fp4)]
+        value, inverse = how
+        scaled = y if self.gain is None else [mul_rn(v, self.gain) for v in y]
+        return [encode_quotients(scaled, value, inverse, self.k.native_fp4)]

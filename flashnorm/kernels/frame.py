@@ -109,18 +109,18 @@ class Frame:
 
         A CTA that has such a row and no other ends here; in others, these threads go on without loads and stores.
         """
-        name = next(o.name for o in self.operands.values() if o.kind in SCALES)
-        tensor, threads = self.tensors[name], self.tile.threads
-        beyond = (self.row >= self._count).to(Int32)
-        mine = beyond & (self.row < extent(tensor, 0)).to(Int32)
-        for at in range(0, tensor.shape[1], threads):
-            item = self.thread + Int32(at)
-            pred = (mine & (item < Int32(tensor.shape[1])).to(Int32)).ir_value()
-            address = self._item(name, item).ir_value()
-            if WIDTH[self.variant.dtype(name)] == 4:
-                memory.store_f32(address, constant(0.0), pred)
-            else:
-                memory.store_byte(address, Int32(0).ir_value(), pred)
+        threads, beyond = self.tile.threads, (self.row >= self._count).to(Int32)
+        for name in (o.name for o in self.operands.values() if o.kind in SCALES):
+            tensor = self.tensors[name]
+            mine = beyond & (self.row < extent(tensor, 0)).to(Int32)
+            for at in range(0, tensor.shape[1], threads):
+                item = self.thread + Int32(at)
+                pred = (mine & (item < Int32(tensor.shape[1])).to(Int32)).ir_value()
+                address = self._item(name, item).ir_value()
+                if WIDTH[self.variant.dtype(name)] == 4:
+                    memory.store_f32(address, constant(0.0), pred)
+                else:
+                    memory.store_byte(address, Int32(0).ir_value(), pred)
         if self.tile.all_rows == 1:
             memory.leave(beyond.ir_value())
 

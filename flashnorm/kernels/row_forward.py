@@ -201,16 +201,16 @@ class RowForward:
         return arguments[:n], arguments[n], arguments[n + 1 :]
 
     def count_rows(self, operands):
-        return row_count(self.first_of(("row",), operands), self.variant.row_rank)
-
-    def first_of(self, kinds, operands):
-        return next(t for o, t in zip(self.variant.program.operands(), operands, strict=True) if o.kind in kinds)
+        kinds = [operand.kind for operand in self.variant.program.operands()]
+        return row_count(operands[kinds.index("row")], self.variant.row_rank)
 
     def launch(self, index, rows, scalars, enable_pdl, operands, stream):
         tile = self.plans[index][1]
         if pads(self.variant.program):  # a row of the grid for every row of padding, too
-            wanted = extent(self.first_of(SCALES, operands), 0)
-            rows = rows + (wanted > rows).to(Int64) * (wanted - rows)
+            for operand, tensor in zip(self.variant.program.operands(), operands, strict=True):
+                if operand.kind in SCALES:
+                    wanted = extent(tensor, 0)
+                    rows = rows + (wanted > rows).to(Int64) * (wanted - rows)
         blocks = (rows + Int64(tile.all_rows - 1)) // Int64(tile.all_rows) * Int64(tile.cluster_n)
         self.kernel(index, scalars, operands).launch(
             grid=[Int32(blocks), 1, 1],

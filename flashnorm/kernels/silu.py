@@ -1,7 +1,12 @@
 """SiLU of a group: exp and the quotient by the operations that `program.stages.Silu` lists.
 
-Where all eight values are within +-87, and none is a NaN, nothing overflows: no clamps, and the quotient by a
-reciprocal with corrections, which gives the bits of the division without a branch for each.
+Within +-87 nothing overflows, and the quotient is one with a reciprocal and a correction, without a branch: the
+reciprocal is what `rcp.rn` makes of a normal number, so rounded correctly, and a quotient near it, corrected once by
+the exact remainder, is then the rounded quotient (P. Markstein, Computation of elementary functions on the IBM RISC
+System/6000 processor, 1990). The remainder is taken with the sign that leaves a quotient of -0 as it is.
+
+A group with a number beyond that goes another way: above 87 exp(-y) adds nothing to 1; below -88.5 it is infinite;
+between, the quotient is taken with a divisor scaled by 2^-64, whose inverse is a normal number.
 """
 
 import struct
@@ -18,40 +23,44 @@ def _f(value):
 
 
 _MAGIC = 12582912.0  # 1.5 * 2^23: the sum's low bits are a rounded integer
-_ONE, _INFINITY = _f(1.0), "0f7f800000"
+_ONE, _SMALL, _LIMIT = _f(1.0), _f(2.0**-64), _f(-EXP_FROM)
 
-# e = exp(t)
-_EXP = (
-    f"fma.rn.f32 k, t, {_f(LOG2E[0])}, {_f(_MAGIC)}; add.rn.f32 n, k, {_f(-_MAGIC)}; neg.f32 n, n; "
-    f"fma.rn.f32 n, t, {_f(LOG2E[0])}, n; fma.rn.f32 n, t, {_f(LOG2E[1])}, n; "
-    f"fma.rn.f32 e, n, {_f(EXP2[5])}, {_f(EXP2[4])}; "
-    + " ".join(f"fma.rn.f32 e, e, n, {_f(EXP2[i])};" for i in (3, 2, 1, 0))
-    + f" fma.rn.f32 e, e, n, {_ONE}; mov.b32 b, k; shl.b32 b, b, 23; mov.b32 c, e; add.u32 c, c, b; mov.b32 e, c; "
+# d = 1 + exp(-y), for -88.5 <= y <= 87.
+_DIVISOR = (
+    f"fma.rn.f32 k, {{y}}, {_f(-LOG2E[0])}, {_f(_MAGIC)}; sub.rn.f32 f, {_f(_MAGIC)}, k; "
+    f"fma.rn.f32 f, {{y}}, {_f(-LOG2E[0])}, f; fma.rn.f32 f, {{y}}, {_f(-LOG2E[1])}, f; "
+    f"fma.rn.f32 e, f, {_f(EXP2[5])}, {_f(EXP2[4])}; "
+    + " ".join(f"fma.rn.f32 e, e, f, {_f(EXP2[i])};" for i in (3, 2, 1, 0))
+    + f" fma.rn.f32 e, e, f, {_ONE}; mov.b32 b, k; shl.b32 b, b, 23; mov.b32 c, e; add.s32 c, c, b; mov.b32 e, c; "
+    f"add.rn.f32 d, e, {_ONE}; "
 )
-_FAST = (
-    f"neg.f32 t, ${{y}}; {_EXP} add.rn.f32 e, e, {_ONE}; rcp.approx.ftz.f32 r, e; neg.f32 e, e; "
-    f"fma.rn.f32 k, e, r, {_ONE}; fma.rn.f32 r, k, r, r; mul.rn.f32 k, ${{y}}, r; fma.rn.f32 n, e, k, ${{y}}; "
-    "fma.rn.f32 n, n, r, k; mov.b32 b, n; and.b32 b, b, 0x7fffffff; mov.b32 c, ${y}; and.b32 c, c, 0x80000000; "
-    "or.b32 b, b, c; mov.b32 ${z}, b;"  # the sign, also of a -0
+
+
+def _quotient(y, d, z):
+    return (
+        f"rcp.approx.ftz.f32 r, {d}; neg.f32 e, {d}; fma.rn.f32 e, e, r, {_ONE}; fma.rn.f32 r, e, r, r; "
+        f"mul.rn.f32 k, {y}, r; neg.f32 f, {y}; fma.rn.f32 f, {d}, k, f; neg.f32 r, r; fma.rn.f32 {z}, f, r, k; "
+    )
+
+
+_NEAR = _DIVISOR + _quotient("{y}", "d", "{z}")
+_FAR = (
+    f"{_NEAR} mul.rn.f32 d, d, {_SMALL}; {_quotient('{y}', 'd', 'd')} mul.rn.f32 d, d, {_SMALL}; "
+    f"setp.lt.f32 q, {{y}}, {_f(EXP_FROM)}; selp.f32 {{z}}, d, {{z}}, q; "
+    f"mul.rn.f32 d, {{y}}, {_f(0.0)}; setp.lt.f32 q, {{y}}, {_f(-EXP_TO)}; selp.f32 {{z}}, d, {{z}}, q; "
+    f"setp.gt.f32 q, {{y}}, {_LIMIT}; selp.f32 {{z}}, {{y}}, {{z}}, q; "
 )
-_SLOW = (
-    f"neg.f32 u, ${{y}}; max.f32 t, u, {_f(EXP_FROM)}; {_EXP} setp.gt.f32 q, u, {_f(EXP_TO)}; "
-    f"selp.f32 e, {_INFINITY}, e, q; add.rn.f32 e, e, {_ONE}; div.rn.f32 e, ${{y}}, e; setp.nan.f32 q, u, u; "
-    "selp.f32 ${z}, ${y}, e, q;"
-)
+
+
+def _each(code):
+    return " ".join(code.replace("{y}", f"${GROUP + i}").replace("{z}", f"${i}") for i in range(GROUP))
 
 
 def _text():
-    def each(code):
-        return " ".join(code.replace("{y}", str(GROUP + i)).replace("{z}", str(i)) for i in range(GROUP))
-
-    inside = " ".join(
-        f"abs.f32 t, ${GROUP + i}; setp.le{'.and' if i else ''}.f32 p, t, {_f(-EXP_FROM)}{', p' if i else ''};"
-        for i in range(GROUP)
-    )
+    most = " ".join(f"abs.f32 d, ${GROUP + i}; max.f32 m, m, d;" for i in range(GROUP))
     return (
-        "{ .reg .pred p, q; .reg .f32 e, k, n, r, t, u; .reg .b32 b, c; "
-        f"{inside} @!p bra ANY; {each(_FAST)} bra DONE; ANY: {each(_SLOW)} DONE: }}"
+        f"{{ .reg .pred p, q; .reg .f32 d, e, f, k, m, r; .reg .b32 b, c; mov.b32 m, 0; {most} "
+        f"setp.le.f32 p, m, {_LIMIT}; @p bra NEAR; {_each(_FAR)} bra DONE; NEAR: {_each(_NEAR)} DONE: }}"
     )
 
 
