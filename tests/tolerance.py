@@ -21,6 +21,7 @@ EQUAL_SHARE = 0.999
 FP32_RELATIVE, FP32_OF_LARGEST, RSTD_RELATIVE = 2e-6, 1e-6, 1e-6
 DIFFERENCE_OF_LARGEST = 1e-6
 CODE_STEPS = 1
+EXP_ULPS, EXP_TO = 4, 80.0  # of fp32, with an exponential, for arguments up to that
 SCALE_ROUNDING = 2.0**-23  # relative: the scale's rounding, and that of its inverse
 EAGER_FACTOR = 2.0
 
@@ -79,6 +80,23 @@ def assert_same_bits(got: torch.Tensor, want: torch.Tensor, what: str = "") -> N
             f"{what}: {int(wrong.sum())} of {wrong.numel()} elements have other bits; first at {where}: "
             f"{got[where].item()!r}, expected {want[where].item()!r}"
         )
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, what: str = "", judged: torch.Tensor | None = None) -> None:
+    """What two routes with exponentials of their own may differ by: a step, fp32 as many ulp as the contract says.
+
+    Args:
+        got, want: results of two routes.
+        what: for the message.
+        judged: pairs of codes: which of them have the same scale.
+    """
+    assert got.dtype == want.dtype and got.shape == want.shape, what
+    pairs = got.dtype == E2M1
+    got, want = ((places(t) if pairs else t).detach().cpu() for t in (got, want))
+    steps = (got - want).abs() if pairs else steps_between(got, want)
+    steps = steps if judged is None else steps * judged
+    allowed = EXP_ULPS if got.dtype == torch.float32 else CODE_STEPS
+    assert not steps.numel() or int(steps.max()) <= allowed, f"{what}: {int(steps.max())} steps, {allowed} allowed"
 
 
 def max_steps(dtype: torch.dtype, numerics: str) -> int:
