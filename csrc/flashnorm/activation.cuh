@@ -8,7 +8,7 @@
 namespace flashnorm {
 namespace activation {
 
-#if FN_DEVICE_CODE
+#if FN_FAST
 
 // d + w, of two fp32 numbers.
 struct Divisor {
@@ -16,23 +16,21 @@ struct Divisor {
 };
 
 // 1 + exp(-y), for -88.5 <= y <= 2^126.
-FN_DEVICE Divisor divisor(float y) {
+FN_HOST_DEVICE Divisor divisor(float y) {
   const float k = fp::mul(y, -0x1.715476p+0f);
-  float e;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(k));
+  const float e = fp::approximate_exp2(k);
   const float v = fp::fma(k, 0x1.05c61p-29f, fp::fma(k, -0x1.62e43p-1f, -y));  // what the rounding of k lost
   return {fp::add(e, 1.0f), fp::mul(e, v)};
 }
 
 // y / (d + w) for a d whose inverse is a normal number; also of a -0.
-FN_DEVICE float quotient(float y, Divisor by) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(by.d));
+FN_HOST_DEVICE float quotient(float y, Divisor by) {
+  const float inverse = fp::approximate_reciprocal(by.d);
   const float near = fp::mul(y, inverse);
   return fp::fma(fp::fma(by.w, near, fp::fma(by.d, near, -y)), -inverse, near);
 }
 
-FN_DEVICE float silu_far(float y) {
+FN_HOST_DEVICE float silu_far(float y) {
   const Divisor by = divisor(y);
   const Divisor less{fp::mul(by.d, 0x1p-64f), fp::mul(by.w, 0x1p-64f)};  // where the inverse of d is subnormal
   const float result = y < -87.0f ? fp::mul(quotient(y, less), 0x1p-64f) : quotient(y, by);
@@ -41,12 +39,12 @@ FN_DEVICE float silu_far(float y) {
 }
 
 template <int N>
-FN_DEVICE void silu(float (&v)[N]) {
+FN_HOST_DEVICE void silu(float (&v)[N]) {
   // All below 64, and no NaN? The bits of all together are at least the largest one.
   uint32_t together = 0;
   FN_UNROLL
   for (int i = 0; i < N; ++i) together |= bits_of(v[i]);
-  if (fabsf(float_of(together)) < 64.0f) {
+  if (float_of(together & 0x7FFFFFFFu) < 64.0f) {
     FN_UNROLL
     for (int i = 0; i < N; ++i) v[i] = quotient(v[i], divisor(v[i]));
   } else {

@@ -27,7 +27,9 @@ class Plain:
             self.scale = k.load_one("input_scale")
 
     def _widen(self, raw):
-        values = unpack(raw, self.dtype)
+        return self._scaled(unpack(raw, self.dtype))
+
+    def _scaled(self, values):
         return values if self.scale is None else [mul_rn(v, self.scale) for v in values]
 
     def first(self, j):
@@ -39,7 +41,9 @@ class Plain:
         return h if self.scale is None else self.k.present(j, h)
 
     def again(self, j, last):
-        return self._widen(self.k.held_again(j) if self.k.tile.hold == "registers" else self.k.raw("x", j))
+        if self.k.tile.hold == "registers":
+            return self._scaled(self.k.held_again(j, self.dtype))
+        return self._widen(self.k.raw("x", j))
 
 
 class Residual:
@@ -72,7 +76,7 @@ class Residual:
 
     def again(self, j, last):
         if self.k.tile.hold == "registers":
-            return unpack(self.k.held_again(j), self.dtype) if self.stage.rounded else self.k.held[j]
+            return self.k.held_again(j, self.dtype) if self.stage.rounded else self.k.held[j]
         return self._sum(j, store=self.late_store and last)[0]
 
 
