@@ -38,6 +38,10 @@ class RegisterRow {
       Tile::kEarlyMaps && (Maps::raw_bytes() <= 32 || kHeld * Maps::raw_bytes() <= 128);
   static constexpr int kMapReads = kEarlyMaps ? kHeld : batch_of(kHeld, Maps::raw_bytes(), 32);
   static constexpr int kMapBatches = kHeld / kMapReads;
+  // Half of a thread's groups are certain, if there is a row: a row has more than half as many groups as lanes, and more
+  // than half of what a tile has room for.
+  static constexpr int kCertain = kHeld / 2;
+  static constexpr bool kHasRow = !Tile::kManyRows && decltype(Program::store)::kBlock == kNoBlock;
 
  public:
   // Whether a result fits exactly where the row is held.
@@ -69,7 +73,7 @@ class RegisterRow {
       if (kEarlyMaps && first == 0) read_maps(0);
       FN_UNROLL
       for (int i = 0; i < kReads; ++i) {
-        load.keep(kept_[first + i], raw[i], elements_of<Access>(place_, col(first + i)));
+        load.keep(kept_[first + i], raw[i], count<Access>(first + i));
         if (reaches<Access>(place_, col(first + i))) load.save(kept_[first + i], at<Access>(first + i));
       }
     }
@@ -82,7 +86,7 @@ class RegisterRow {
   FN_DEVICE Deviations deviations(float mean) {
     float sums[2];
     fold<Values, Squares>(
-        sums, [&](float (&v)[kGroup], int i) { centre(v, mean, elements_of<Access>(place_, col(i))); });
+        sums, [&](float (&v)[kGroup], int i) { centre(v, mean, count<Access>(i)); });
     return {sums[0], sums[1]};
   }
 
@@ -144,7 +148,7 @@ class RegisterRow {
       FN_UNROLL
       for (int i = batch * kMapReads; i < (batch + 1) * kMapReads; ++i) {
         if (kHeld > 2) forget(kept_[i]);
-        if (!reaches<Out>(place_, col(i))) continue;
+        if (!has<Out>(i)) continue;
         float v[kGroup];
         widen(v, kept_[i]);
         each(v, maps_[batch % 2][i % kMapReads], at<Out>(i), kept_[i]);
@@ -157,6 +161,16 @@ class RegisterRow {
     if constexpr (Tile::kNarrow) return i * int(blockDim.x) * kGroup;
     // Elsewhere, where blockDim.x is not known, a thread has one group.
     return i * Tile::kThreads * Tile::kCluster * kGroup;
+  }
+  template <class Out>
+  FN_DEVICE bool has(int i) const {
+    if (i >= kCertain || !std::is_same_v<Out, Whole>) return reaches<Out>(place_, col(i));
+    return kHasRow || place_.left > 0;
+  }
+  template <class Out>
+  FN_DEVICE int count(int i) const {
+    if (i >= kCertain) return elements_of<Out>(place_, col(i));
+    return kHasRow || place_.left > 0 ? kGroup : 0;
   }
   template <class Out>
   FN_DEVICE At<Out> at(int i) const {
