@@ -1,4 +1,4 @@
-"""What the engines' plugins have in common: one RMSNorm call with an engine's habits, and whether a kernel may take it."""
+"""What the engines' plugins have in common: one RMSNorm call with their habits, and whether a kernel may take it."""
 
 from __future__ import annotations
 

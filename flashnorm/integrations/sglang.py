@@ -1,15 +1,15 @@
-"""flashnorm in SGLang: a general plugin, found by its entry point, that hooks RMSNorm's and GemmaRMSNorm's CUDA forward.
+"""flashnorm in SGLang: a general plugin, found by its entry point, that hooks the CUDA forward of its RMSNorms.
 
-Installing flashnorm beside SGLang is all; `SGLANG_PLUGINS` chooses among plugins. The hook goes around the forward that
-is there: calls that flashnorm does not serve (another dtype for the weight, a partial variance, extra arguments) run it as
-before. Results round where SGLang's kernels do (`numerics="flashinfer"`), with flashnorm's sums: the same bits whatever
-else is in the batch.
+Installing flashnorm beside SGLang is all; `SGLANG_PLUGINS` chooses among plugins. The hook goes around the forward
+that is there: calls that flashnorm does not serve (another dtype for the weight, a partial variance, extra arguments)
+run it as before. Results round where SGLang's kernels do (`numerics="flashinfer"`), with flashnorm's sums: the same
+bits whatever else is in the batch.
 
 On platforms of other vendors SGLang asks its registry of out-of-tree forwards; this plugin is for CUDA alone.
 
 Written against SGLang's public interface (`sglang.srt.plugins.hook_registry.HookRegistry.register` with
-`HookType.AROUND`, and `forward_cuda(x, residual=None)` of its layers) and tested against a stand-in of that shape. It has
-NOT been run inside SGLang, on any version.
+`HookType.AROUND`, and `forward_cuda(x, residual=None)` of its layers) and tested against a stand-in of that shape. It
+has NOT been run inside SGLang, on any version.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """flashnorm in vLLM: a general plugin, found by its entry point, that registers RMSNorm and GemmaRMSNorm out of tree.
 
-Installing flashnorm beside vLLM is all; `VLLM_PLUGINS` chooses among plugins (an empty value loads none). vLLM makes an
-instance of the registered class wherever a model asks for its own, so checkpoints load as before. Results round where
-vLLM's kernels do (`numerics="vllm"`), with flashnorm's sums: the same bits whatever else is in the batch.
+Installing flashnorm beside vLLM is all; `VLLM_PLUGINS` chooses among plugins. vLLM makes an instance of the registered
+class wherever a model asks for its own, so checkpoints load as before. Results round where vLLM's kernels do
+(`numerics="vllm"`), with flashnorm's sums: the same bits whatever else is in the batch.
 
 vLLM asks for custom operators only where they are switched on: with its Inductor backend they are off by default, and
-the layer's plain PyTorch form is compiled instead. `--compilation-config '{"custom_ops": ["+rms_norm"]}'` brings them in.
+the layer's plain PyTorch form is compiled instead. `--compilation-config '{"custom_ops": ["+rms_norm"]}'` brings them
+in.
 
 Written against vLLM's public interface (`CustomOp.register_oot`, `CustomOp.forward_cuda`, `RMSNorm(hidden_size, eps,
-var_hidden_size, has_weight, dtype)`) and tested against a stand-in of that shape. It has NOT been run inside vLLM, on any
-version; what vLLM's compiler passes do with these operators is not known.
+var_hidden_size, has_weight, dtype)`) and tested against a stand-in of that shape. It has NOT been run inside vLLM, on
+any version; what vLLM's compiler passes do with these operators is not known.
 """
 
 from __future__ import annotations
