@@ -84,12 +84,12 @@ class Five:
         return self.p99 / self.p50 if self.p50 and self.p99 else None
 
 
-def examine(op: Op, route: str, device: torch.device, *, runs: int = RUNS) -> Five:
+def examine(op: Op, route: str, device: torch.device, *, runs: int | None = None) -> Five:
     """Asks all five questions of an operator on a route, in its usual case."""
     found = Five(op.name, route)
     for ask in (_stability, _bytes_and_tail, _resources, _dtypes):
         try:
-            ask(found, op, device, runs)
+            ask(found, op, device, runs or RUNS)
         except Exception as error:  # whatever is raised is the finding
             found.failures.append(f"{ask.__name__.strip('_')}: {type(error).__name__}: {error}")
     return found
