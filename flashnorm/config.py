@@ -9,7 +9,7 @@ own with `Settings.from_env({...})`, which is pure.
 | `FLASHNORM_BACKEND` | force a route: cute, cuda, cpu or torch (an unknown name raises at the first call) |
 | `FLASHINFER_USE_CUDA_NORM=1` | prefer the CUDA C++ route on CUDA tensors |
 | `FLASHNORM_STRICT=1` | raise where a failing variant would fall back to the next route |
-| `FLASHNORM_GUARD=1` | guard mode; read, and without effect so far |
+| `FLASHNORM_GUARD=1` | guard mode: look at what goes into every call and what comes out (`flashnorm.core.guard_mode`) |
 | `FLASHNORM_CACHE_DIR` | where compiled kernels are kept |
 | `FLASHNORM_AOT_DIR` | precompiled kernels, read only, looked at first (several: separated by ":") |
 | `FLASHNORM_DISABLE_JIT=1` | never compile; say what is missing |
@@ -79,7 +79,7 @@ class Settings:
         backend: the forced route as written, or None. Not checked here: the first call does.
         use_cuda_norm: prefer the CUDA C++ route on CUDA tensors.
         strict: raise instead of falling back.
-        guard: check on the host what kernels can only mark.
+        guard: look at the tensors of every call, before and after; see `flashnorm.core.guard_mode`.
         disable_jit: never compile.
         cache_dir: the cache folder asked for, or None.
         aot_dirs: folders of precompiled kernels, in order.

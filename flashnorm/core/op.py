@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from flashnorm.core import checks, dispatch, fastpath, guard, plan
+from flashnorm.core import checks, dispatch, fastpath, guard, guard_mode, plan
 from flashnorm.program import ENCODED, Operand, RowProgram
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -294,11 +294,17 @@ class Op:
         checks.check_memory(self, tensors)
         straight = [t if t is None or not t.is_neg() else t.resolve_neg() for t in tensors]
         made = plan.make_plan(self, straight, options)
-        made.on_device(made.run)(*scalars, pdl, *straight)
+        watched = guard_mode.applies(tensors[0].device)
+        if watched:
+            guard_mode.launch(
+                self, self.program_of(straight, options), made.on_device(made.run), straight, scalars, pdl
+            )
+        else:
+            made.on_device(made.run)(*scalars, pdl, *straight)
         for operand, tensor in zip(self.operands, tensors, strict=True):
             if operand.written and tensor is not None and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
-        if all(a is b for a, b in zip(straight, tensors, strict=True)):
+        if not watched and all(a is b for a, b in zip(straight, tensors, strict=True)):
             entry = (*state, *scalars, guard.guarded(self, made, tensors, scalars))
             fastpath.remember(recent, tensors[0].numel(), entry)
 

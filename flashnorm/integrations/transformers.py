@@ -1,4 +1,4 @@
-"""flashnorm in Hugging Face models: `patch(model)` runs a model's RMSNorm modules on its kernels.
+"""flashnorm in Hugging Face models: `patch(model)` runs a model's RMSNorm and LayerNorm modules on its kernels.
 
     from flashnorm.integrations.transformers import patch, unpatch
 
@@ -9,17 +9,19 @@
 
 Only the way a module computes changes: its class, name, parameters, buffers, hooks and state dict are
 what they were, and it pickles and copies (the copy is patched too, and its own). Results round at the
-same places as the original's; the sum of squares is taken in flashnorm's own fixed order, so its last
-bit may differ (the contract's section on numerics bounds by how much).
+same places as the original's; sums are taken in flashnorm's own fixed order, so their last bit may
+differ (the contract's section on numerics bounds by how much).
 
 A call that the kernels do not serve runs the original forward, so nothing is lost and nothing raises:
 - a gradient is wanted (grad mode is on and the input or the weight requires one; a `torch.func`
   transform or forward-mode differentiation is active). A model outside `torch.no_grad()` or
   `torch.inference_mode()` whose parameters require gradients is therefore not accelerated;
 - a tensor subclass (DTensor, fake tensors), a dtype other than fp32, fp16 and bf16, or a weight in
-  another dtype than the input where the original would return the wider one.
+  another dtype than the input where the original would return the wider one;
+- a LayerNorm over several dimensions, or under autocast, which wants it in fp32.
 
-transformers itself is not imported: modules are known by their class name and attributes.
+transformers itself is not imported: RMSNorm modules are known by their class name and attributes, LayerNorm ones by
+being `torch.nn.LayerNorm` (BERT and its kin, GPT-2, OPT, Phi, Falcon, ViT, Whisper).
 """
 
 from __future__ import annotations
@@ -34,15 +36,16 @@ from flashnorm.core.op import NUMERICS
 
 
 class Family(NamedTuple):
-    """How a class of modules computes: its numerics, and whether its gain is 1 + weight."""
+    """How a class of modules computes: its numerics, and the public function."""
 
     numerics: str
-    gemma: bool
+    op: str
 
 
-_LLAMA = Family("hf-llama", gemma=False)  # weight * norm.to(dtype)
-_OLMO = Family("hf-gemma", gemma=False)  # (weight * norm).to(dtype)
-_GEMMA = Family("hf-gemma", gemma=True)  # (norm * (1 + weight)).to(dtype)
+_LLAMA = Family("hf-llama", "rmsnorm")  # weight * norm.to(dtype)
+_OLMO = Family("hf-gemma", "rmsnorm")  # (weight * norm).to(dtype)
+_GEMMA = Family("hf-gemma", "gemma_rmsnorm")  # (norm * (1 + weight)).to(dtype)
+_LAYER = Family("torch", "layernorm")
 
 # By exact class name: subclasses and similar names exist that compute something else.
 FAMILIES: dict[str, Family] = {
@@ -60,11 +63,15 @@ FAMILIES: dict[str, Family] = {
             "DeepseekV2RMSNorm",
             "DeepseekV3RMSNorm",
             "SmolLM3RMSNorm",
+            "GlmRMSNorm",
+            "Glm4RMSNorm",
+            "Glm4MoeRMSNorm",
+            "SeedOssRMSNorm",
         ),
         _LLAMA,
     ),
-    **dict.fromkeys(("Olmo2RMSNorm", "Olmo3RMSNorm"), _OLMO),
-    **dict.fromkeys(("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"), _GEMMA),
+    **dict.fromkeys(("Olmo2RMSNorm", "Olmo3RMSNorm", "GptOssRMSNorm"), _OLMO),
+    **dict.fromkeys(("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm"), _GEMMA),
 }
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -84,25 +91,25 @@ class _Forward:
         self.replaced = replaced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, (numerics, gemma) = self.module, self.family
-        weight: Any = module.weight
+        module, (numerics, op) = self.module, self.family
+        given: tuple[Any, ...] = (module.weight, module.bias) if op == "layernorm" else (module.weight,)
         # Families name their parameter differently: a keyword is the original's business.
-        if len(args) != 1 or kwargs or not _serves(args[0], weight, gemma):
+        if len(args) != 1 or kwargs or not _serves(args[0], given, op):
             original: Any = type(module).forward
             return original(module, *args, **kwargs)
-        op = flashnorm.gemma_rmsnorm if gemma else flashnorm.rmsnorm
-        return op(args[0], weight, _eps(module), numerics=numerics)
+        return getattr(flashnorm, op)(args[0], *given, _eps(module), numerics=numerics)
 
 
 def patch(model: nn.Module, *, numerics: str | None = None) -> int:
-    """Replaces the forward of every known RMSNorm module in `model` (itself included).
+    """Replaces the forward of every known RMSNorm and LayerNorm module in `model` (itself included).
 
     Patching again is harmless, and changes the numerics. Modules that accelerate has hooked keep their
     hooks. Patch before `torch.compile`.
 
     Args:
-        model: a Hugging Face model (Llama, Mistral, Mixtral, Qwen2, Qwen3, Phi-3, Granite, DeepSeek-V2 and
-            -V3, SmolLM3, OLMo2, OLMo3, Gemma 1 to 3), or one of its parts.
+        model: a Hugging Face model (Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-Next, Phi-3, Granite, DeepSeek-V2
+            and -V3, SmolLM3, GLM-4, Seed-OSS, OLMo2, OLMo3, GPT-OSS, Gemma 1 to 3, and those built on
+            `torch.nn.LayerNorm`), or one of its parts.
         numerics: one mode for all modules, instead of their family's own.
 
     Returns:
@@ -117,11 +124,11 @@ def patch(model: nn.Module, *, numerics: str | None = None) -> int:
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if numerics is not None and numerics not in NUMERICS:
         raise ValueError(f"numerics: got {numerics!r}, accepted are {', '.join(map(repr, NUMERICS))} and None")
-    found = [(name, module) for name, module in model.named_modules() if _known(module)]
+    found = [(name, module) for name, module in model.named_modules() if _family(module) is not None]
     if not found:
         raise ValueError(
             f"model: {type(model).__name__} has no RMSNorm module that flashnorm knows; known are "
-            f"{', '.join(sorted(FAMILIES))}, with a one-dimensional weight"
+            f"{', '.join(sorted(FAMILIES))}, with a one-dimensional weight, and torch.nn.LayerNorm over one dimension"
         )
     for name, module in found:
         own = module.__dict__.get(_slot(module))
@@ -133,7 +140,8 @@ def patch(model: nn.Module, *, numerics: str | None = None) -> int:
     for _, module in found:
         slot = _slot(module)
         own = module.__dict__.get(slot)
-        family = FAMILIES[type(module).__name__]
+        family = _family(module)
+        assert family is not None
         if numerics is not None:
             family = family._replace(numerics=numerics)
         replaced = own.replaced if isinstance(own, _Forward) else own
@@ -169,14 +177,15 @@ def unpatch(model: nn.Module) -> int:
     return restored
 
 
-def _known(module: nn.Module) -> bool:
+def _family(module: nn.Module) -> Family | None:
+    """How a module computes; None where it is not known."""
+    if type(module) is nn.LayerNorm:
+        return _LAYER if len(module.normalized_shape) == 1 else None
     weight = getattr(module, "weight", None)
-    return (
-        type(module).__name__ in FAMILIES
-        and isinstance(weight, Tensor)
-        and weight.dim() == 1
-        and (hasattr(module, "variance_epsilon") or hasattr(module, "eps"))
-    )
+    known = isinstance(weight, Tensor) and weight.dim() == 1
+    if not known or not (hasattr(module, "variance_epsilon") or hasattr(module, "eps")):
+        return None
+    return FAMILIES.get(type(module).__name__)
 
 
 def _eps(module: nn.Module) -> float:
@@ -195,13 +204,16 @@ def _bound_original(function: Any, module: nn.Module) -> bool:
     return getattr(function, "__self__", None) is module and getattr(function, "__func__", None) is type(module).forward
 
 
-def _serves(x: Tensor, weight: Tensor, gemma: bool) -> bool:
+def _serves(x: Tensor, given: tuple[Tensor | None, ...], op: str) -> bool:
     """Whether a kernel may take this call: the same result, and no gradient or transform to lose."""
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    present = [t for t in given if t is not None]
+    if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in present)):
         return False
-    if x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
+    if x.dtype not in _DTYPES or any(t.dtype not in _DTYPES for t in present):
         return False
-    if not gemma and weight.dtype != x.dtype:
+    if op != "gemma_rmsnorm" and any(t.dtype != x.dtype for t in present):
+        return False
+    if op == "layernorm" and torch.is_autocast_enabled(x.device.type):
         return False
     if torch.compiler.is_compiling():
         return True

@@ -10,6 +10,10 @@ For each operator, route, choice of dtypes and numerics mode:
 - **repeatability**: run after run, and the rows in chunks of any size, bit for bit;
 - **speed** beside eager PyTorch, for information.
 
+Of the main operators it then asks five questions more (`flashnorm.verify.five`): stability over 1000 runs, bytes,
+resources of the kernels, the tail of their times, and whether the dtypes agree. `--html FILE` writes all of it as a
+page with plots.
+
 The formula and the model (`flashnorm.model`) read an operator's program, stage by stage. A program with a stage
 they do not know counts as a failure, not as passed over.
 """
@@ -23,6 +27,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +42,7 @@ from flashnorm.core.op import Op
 from flashnorm.core.operands import normalise
 from flashnorm.jit import toolchain
 from flashnorm.program import Variant
+from flashnorm.verify import five, report
 from flashnorm.verify.cases import USUAL, Case, chosen, operators
 from flashnorm.verify.eager import rivals, speed
 from flashnorm.verify.lines import Line, new_line, serves, verify_line
@@ -66,6 +73,8 @@ def check_device(
     lines: list[Line] = []
     missing: dict[str, str] = {}
     for route in (r for r in ROUTES if not routes or r in routes):
+        if quick and route == "torch" and not routes and lines:
+            continue  # plain PyTorch: slow, and the same everywhere
         serving = []
         for op in (op for name, op in operators().items() if not ops or name in ops):
             reason = serves(op, route, device)
@@ -81,12 +90,31 @@ def check_device(
             say(f"{device.type}: {op.name}, {route}, {line.dtypes}, {case.numerics}")
             try:
                 line = verify_line(op, route, case, device, shapes, 2 if quick else 4)
-                if case == USUAL and route != "torch":
+                if case == USUAL and route != "torch" and not quick:
                     line.speed = speed(op, route, device)
             except Exception as error:  # whatever is raised is the finding
                 line.failures.append(f"{type(error).__name__}: {error}")
             lines.append(line)
     return lines, {route: reason for route, reason in missing.items() if all(line.route != route for line in lines)}
+
+
+def examine_device(
+    device: torch.device,
+    *,
+    quick: bool = False,
+    ops: Sequence[str] = (),
+    routes: Sequence[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> list[five.Five]:
+    """Asks the five questions of the main operators (quick: of two) on every route that serves one device."""
+    found = []
+    for route in (r for r in ROUTES if (r in routes if routes else r != "torch")):
+        for name in five.HEADLINES[: 2 if quick else None]:
+            op = operators()[name]
+            if (not ops or name in ops) and serves(op, route, device) is None:
+                say(f"{device.type}: {name}, {route}: five questions")
+                found.append(five.examine(op, route, device))
+    return found
 
 
 def _build_ahead(route: str, todo: Sequence[tuple[Op, Case]], device: torch.device) -> None:
@@ -136,7 +164,8 @@ def _mark(value: bool | None) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments; the command line adds `--json`."""
-    parser.add_argument("--quick", action="store_true", help="one choice of dtypes and few shapes: seconds")
+    parser.add_argument("--quick", action="store_true", help="one choice of dtypes, few shapes: seconds, once built")
+    parser.add_argument("--html", default="", metavar="FILE", help="also write a page with tables and plots")
     parser.add_argument("--device", choices=("all", "cpu", "cuda"), default="all")
     parser.add_argument("--ops", default="", help="comma-separated operators; default: all")
     parser.add_argument("--routes", default="", help="comma-separated routes; default: all that serve")
@@ -152,34 +181,40 @@ def run(args: argparse.Namespace) -> int:
                 return 2
     began = time.monotonic()
     lines: list[Line] = []
-    found: list[dict[str, object]] = []
+    answers: list[five.Five] = []
+    found: list[dict[str, Any]] = []
     kinds: set[str] = set()
     for device in devices.visible():
         if device.type in kinds or args.device not in ("all", device.type):
             continue  # one device of a kind
         kinds.add(device.type)
         new, missing = check_device(device, quick=args.quick, ops=ops, routes=routes, say=_progress)
+        more = examine_device(device, quick=args.quick, ops=ops, routes=routes, say=_progress)
         lines += new
+        answers += more
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        found.append({"device": name, "lines": [asdict(line) for line in new], "not_here": missing})
+        questions = [{**asdict(answer), "tail": answer.tail} for answer in more]
+        found.append({"device": name, "lines": [asdict(line) for line in new], "five": questions, "not_here": missing})
         if not args.json:
             print(f"{name}, flashnorm {flashnorm.__version__}, torch {torch.__version__}")
             print(table(new))
+            print("\n" + five.table(more) if more else "")
             print("".join(f"{route}: not here: {why}\n" for route, why in missing.items()))
-    ok = bool(lines) and not any(line.failures for line in lines)
+    failed = sum(bool(line.failures) for line in lines) + sum(bool(answer.failures) for answer in answers)
+    made = {
+        "schema": "flashnorm-verify/1",
+        "ok": bool(lines) and not failed,
+        "seconds": round(time.monotonic() - began, 1),
+        "versions": {"flashnorm": flashnorm.__version__, "torch": torch.__version__},
+        "devices": found,
+    }
+    if getattr(args, "html", ""):
+        Path(args.html).write_text(report.page(made), encoding="utf-8")
     if args.json:
-        report = {
-            "schema": "flashnorm-verify/1",
-            "ok": ok,
-            "seconds": round(time.monotonic() - began, 1),
-            "versions": {"flashnorm": flashnorm.__version__, "torch": torch.__version__},
-            "devices": found,
-        }
-        print(json.dumps(report, indent=2))
+        print(json.dumps(made, indent=2))
     else:
-        failed = sum(1 for line in lines if line.failures)
-        print(f"{len(lines) - failed} of {len(lines)} lines ok, {time.monotonic() - began:.0f} s")
-    return (0 if ok else 1) if lines else 2
+        print(f"{len(lines) + len(answers) - failed} of {len(lines) + len(answers)} lines ok, {made['seconds']:.0f} s")
+    return (0 if made["ok"] else 1) if lines else 2
 
 
 def _progress(text: str) -> None:

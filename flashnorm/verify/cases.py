@@ -56,8 +56,8 @@ FP4_CHOICES = (
 )
 MX_CHOICES = (replace(USUAL, options=(("scale_rule", "ocp"),)),)
 # (M, H): every fold of the sum from one group up, odd widths, and past 8192, where lanes take several groups.
-QUICK_SHAPES = ((33, 4096), (5, 1000), (3, 16392))
-SHAPES = (*QUICK_SHAPES, (4, 77), (17, 7168), (129, 128), (7, 1), (2, 65537))
+QUICK_SHAPES = ((33, 1024), (5, 1000), (2, 8200))
+SHAPES = ((33, 4096), (5, 1000), (3, 16392), (4, 77), (17, 7168), (129, 128), (7, 1), (2, 65537))
 OTHER_SHAPES = ((33, 4096), (4, 77))  # where all stages have been through more
 Shapes = tuple[tuple[int, int], ...]
 
