@@ -19,6 +19,21 @@ class Cast(Stage):
 
 
 @dataclass(frozen=True)
+class NextNorm(Stage):
+    """y is stored, and normalised once more: z = mul(mul(r, rstd2), add(next_weight, next_center)), one rounding.
+
+    r = y as it is stored in `residual_out`, widened again; rstd2 = div(1, sqrt(add(div(sum(r*r), H), next_eps))).
+    """
+
+    def operands(self) -> tuple[Operand, ...]:
+        stored = Operand("residual_out", "row", "out", like="residual")
+        return (stored, Operand("next_weight", "vec"), Operand("ffn_input", "row", "out", like="x"))
+
+    def scalars(self) -> tuple[str, ...]:
+        return ("next_eps", "next_center")
+
+
+@dataclass(frozen=True)
 class QuantTensor(Stage):
     """inv = div(1, scale); out = cast(mul(y, inv)): saturating, nearest even, NaN gives 0x7F.
 
