@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 MAX_HIDDEN = 262_144
 FLT_MAX = 3.4028234663852886e38
 SMALLEST = 7.006492321624087e-46  # the least double that rounds to an fp32 value other than 0
-AT_LEAST = {"eps": 0.0}  # run-time scalars that may be 0; all others must be positive, as fp32 values
+# The least of run-time scalars that need not be positive, as fp32 values.
+AT_LEAST = {"eps": 0.0, "next_eps": 0.0, **dict.fromkeys(("alpha_value", "center", "next_center"), -FLT_MAX)}
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -44,8 +45,9 @@ def check_scalar(op: Op, name: str, value: Any) -> float:
         raise TypeError(f"{op.called}: {label} must be a Python number{tensor}, got {type(value).__name__}")
     number = float(value)
     if not (least(name) <= number <= FLT_MAX):
-        bound = ">= 0" if least(name) == 0.0 else "> 0 as an fp32 value"
-        raise ValueError(f"{op.called}: {label} must be finite and {bound}, got {value!r}")
+        low = least(name)
+        bound = "" if low < 0 else " and >= 0" if low == 0 else " and > 0 as an fp32 value"
+        raise ValueError(f"{op.called}: {label} must be finite{bound}, got {value!r}")
     return number
 
 
@@ -59,6 +61,8 @@ def split(op: Op, name: str, value: Any) -> tuple[torch.Tensor | None, float]:
         return None, default
     if not isinstance(value, torch.Tensor):
         return None, check_scalar(op, scalar, value)
+    if op.operands[op.index(name)].kind == "vec":
+        return value, 1.0
     if value.dim() > 1 or value.numel() != 1:
         raise ValueError(f"{op.called}: {name} must be a scalar tensor or shape (1,), got {tuple(value.shape)}")
     if value.dtype == torch.bool or value.dtype.is_complex:

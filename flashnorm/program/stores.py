@@ -10,12 +10,13 @@ from flashnorm.program.operand import FP4, FP8, TILE_COLUMNS, TILE_ROWS, UE8M0, 
 
 @dataclass(frozen=True)
 class Cast(Stage):
-    """One rounding to the destination's dtype."""
+    """One rounding to the destination's dtype, which is that of the operand `like`."""
 
     dst: str = "out"
+    like: str = "x"
 
     def operands(self) -> tuple[Operand, ...]:
-        return (Operand(self.dst, "row", "out", like="x"),)
+        return (Operand(self.dst, "row", "out", like=self.like),)
 
 
 @dataclass(frozen=True)
