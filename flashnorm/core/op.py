@@ -176,7 +176,7 @@ class Op:
     def behind(self, check: Callable[[Op, Mapping[str, Any]], None] | None = None) -> Callable[..., Any]:
         """The call for a public function that has several operators behind it, with a warm call of its own.
 
-        It takes, by position, every operand (a number where `by_value` allows it), the other scalars, the options and
+        It takes, by position or name, every operand (a number where `by_value` allows it), the other scalars, the options and
         enable_pdl. `check` sees them by name in a cold call, before anything else.
         """
         numbers = {scalar for scalar, _ in self.by_value.values()}

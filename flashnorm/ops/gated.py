@@ -105,7 +105,8 @@ def gated_residual_rmsnorm(
         ValueError: for a wrong dtype, shape, device, overlap or option, before anything is launched.
         RuntimeError: where no route serves the device, or a gradient would be lost.
     """
-    made: Tensor = _MIX(branch, weight, alpha, beta, residual, out, eps, gain_center, numerics, enable_pdl)
+    given = (branch, weight, alpha, beta, residual, out)
+    made: Tensor = _MIX(*given, eps=eps, center=gain_center, numerics=numerics, enable_pdl=enable_pdl)
     return made
 
 
@@ -156,15 +157,9 @@ def gated_residual_next_rmsnorm(
         As `gated_residual_rmsnorm`.
     """
     given = (branch, post_weight, alpha, beta, residual, residual_out, next_weight, ffn_input)
-    numbers = (post_eps, post_gain_center, next_eps, next_gain_center)
-    pair: tuple[Tensor, Tensor] = _MIX_NEXT(*given, *_in_order(MIXED_NEXT, numbers), numerics, enable_pdl)
+    numbers = {"eps": post_eps, "center": post_gain_center, "next_eps": next_eps, "next_center": next_gain_center}
+    pair: tuple[Tensor, Tensor] = _MIX_NEXT(*given, **numbers, numerics=numerics, enable_pdl=enable_pdl)
     return pair
-
-
-def _in_order(op: Op, numbers: tuple[float, ...]) -> tuple[float, ...]:
-    """(eps, center, next_eps, next_center) as the operator has them."""
-    named = dict(zip(("eps", "center", "next_eps", "next_center"), numbers, strict=True))
-    return tuple(named[name] for name in op.scalars if name in named)
 
 
 # ------------------------------------------------------------------ a gate
