@@ -131,12 +131,12 @@ def plans(module: Any, name: str, m: int, h: int) -> Iterator[Plan]:
     numbers = [int(word) for word in module["tiles"]().split()]
     for at in range(0, len(numbers), 6):
         threads, cluster, held, groups, shifted, programs = numbers[at : at + 6]
-        some_rows = threads < 128
+        some_rows, narrow = threads < 128, threads == 0 and held > 1
         threads = threads or lanes // max(1, held)
         turns = -(-h // 8192)
         fits = turns <= groups < 2 * turns and held * groups * 8 * held_bytes(name) <= 256
         fits = fits or (held == 0 and turns > 1)
-        fits = fits and programs in (0, further_tiles(name))
+        fits = fits and programs in (0, further_tiles(name)) and not (narrow and lanes > 32)
         if bool(shifted) != (h % 8 != 0) or threads * cluster * max(1, held) != lanes or not fits:
             continue
         for cta in (64, 128, 256) if some_rows and threads < 256 else (threads,):

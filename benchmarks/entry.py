@@ -79,7 +79,6 @@ class Bench:
 
     Attributes:
         op: the public operator.
-        behind: the operator that serves this form, where it is another one.
         ours: binds the public function, with every output given.
         peers: binds each peer, by the name it is reported under.
         form: tells two benches of one operator apart.
@@ -89,19 +88,20 @@ class Bench:
         shapes: that are measured on a GPU where none are asked for.
         cpu: the peers that also run on CPU tensors.
         bars: what the figures are held to.
+        behind: the operator that serves this form, where it is another one.
     """
 
     op: str
     ours: Bind
     peers: Mapping[str, Bind]
     form: str = ""
-    behind: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
     dtypes: Mapping[str, str] = field(default_factory=dict)
     column: bool = False
     shapes: Sequence[Shape] = ()
     cpu: Sequence[str] = ("torch", "torch.compile")
     bars: Bars = field(default_factory=Bars)
+    behind: str = ""
 
     @property
     def name(self) -> str:
@@ -233,6 +233,8 @@ class Bench:
         if isinstance(store, QuantBlocks) and not store.ue8m0:
             values, beside = result[pick].double(), torch.stack([scale[row].double() for row in rows])
             return values * beside.repeat_interleave(store.block or values.shape[-1], -1)[:, : values.shape[-1]]
+        if result.element_size() > 1:  # no codes at all: judged by its distance
+            return result[pick].double()
         kind = torch.float8_e4m3fn if isinstance(store, QuantNvfp4) else torch.uint8
         beside = scale[pick].view(kind)
         return dequantize(result[pick], beside, block_size=store.block, dtype=torch.float64)

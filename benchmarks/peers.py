@@ -27,10 +27,11 @@ DYNAMIC_TABLE: tuple[Shape, ...] = ((1, 4096), (64, 7168), (4096, 4096), (16384,
 # Decoders of video models: widths by tokens of a frame at each resolution.
 _SILU_WIDTHS = (48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 1024)
 SILU_TABLE: tuple[Shape, ...] = (
-    *((tokens, width) for tokens in (1560, 6240, 24960, 99840) for width in _SILU_WIDTHS),
+    *((tokens, width) for tokens in (99840, 1560) for width in _SILU_WIDTHS),
     *((399360, width) for width in (96, 128, 192, 384)),
+    *((tokens, width) for tokens in (24960, 6240) for width in _SILU_WIDTHS),
 )
-SILU_QUANT_TABLE: tuple[Shape, ...] = tuple((t, h) for t, h in SILU_TABLE if t in (1560, 24960, 99840))
+SILU_QUANT_TABLE: tuple[Shape, ...] = tuple((t, h) for t, h in SILU_TABLE if t in (1560, 99840))
 FOUR_BITS_TABLE: tuple[Shape, ...] = ((1, 4096), (64, 7168), (4096, 4096), (16384, 7168))
 
 _CEILING_WIDE = {shape: 0.92 for shape in TABLE if shape[1] >= 65536}
@@ -76,9 +77,12 @@ def _dynamic(form: str, granularity: str | int, formula: Callable[..., object]) 
     return Bench("rmsnorm_dynamic_quant", ours, peers, form, options, shapes=DYNAMIC_TABLE, bars=_SHOWN)
 
 
-def _blocks(op: str, form: str, options: dict[str, str], call: Callable[[Buffers], Call]) -> Bench:
+def _blocks(
+    op: str, form: str, options: dict[str, str], call: Callable[[Buffers], Call], formula: Callable[..., object]
+) -> Bench:
     dtypes = {"scale": "uint8", **({"out": "uint8"} if op == "rmsnorm_fp4quant" else {})}
-    return Bench(op, call, {}, form, options=options, dtypes=dtypes, shapes=FOUR_BITS_TABLE, bars=_FOUR_BITS)
+    peers = _torch(formula, "x", "weight")
+    return Bench(op, call, peers, form, options=options, dtypes=dtypes, shapes=FOUR_BITS_TABLE, bars=_FOUR_BITS)
 
 
 _ENTRIES = (
@@ -213,14 +217,17 @@ _ENTRIES = (
     _blocks(
         "rmsnorm_fp4quant", "nvfp4", {},
         lambda t: partial(flashnorm.rmsnorm_fp4quant, t.x, t.weight, t.out, t.scale, eps=EPS),
+        rivals.rmsnorm_nvfp4,
     ),
     _blocks(
         "rmsnorm_fp4quant", "mxfp4", {"block_size": "32"},
         lambda t: partial(flashnorm.rmsnorm_fp4quant, t.x, t.weight, t.out, t.scale, eps=EPS, block_size=32),
+        rivals.rmsnorm_mxfp4,
     ),
     _blocks(
         "rmsnorm_mxfp8_quant", "", {},
         lambda t: partial(flashnorm.rmsnorm_mxfp8_quant, t.x, t.weight, t.out, t.scale, EPS),
+        rivals.rmsnorm_mxfp8,
     ),
 )  # fmt: skip
 BENCHES: dict[str, Bench] = {entry.name: entry for entry in _ENTRIES}

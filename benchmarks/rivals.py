@@ -71,6 +71,22 @@ def rmsnorm_block_quant(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return _blocks(_rms(x.float(), weight).to(x.dtype), 128, 1e-10)
 
 
+def rmsnorm_nvfp4(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    v = _rms(x.float(), weight).unflatten(-1, (-1, 16))
+    scale = (v.abs().amax(-1, keepdim=True) / 6).clamp(max=_LARGEST).to(E4M3)
+    return _pairs((v / scale.float()).flatten(-2)), scale.squeeze(-1).view(torch.uint8)
+
+
+def rmsnorm_mxfp4(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    values, exponent = _power_blocks(x, weight, 6.0)
+    return _pairs(values), exponent
+
+
+def rmsnorm_mxfp8(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    values, exponent = _power_blocks(x, weight, _LARGEST)
+    return values.to(E4M3), exponent
+
+
 def rmsnorm_silu(x: Tensor, weight: Tensor) -> Tensor:
     return F.silu(_rms(x.float(), weight)).to(x.dtype)
 
@@ -81,6 +97,21 @@ def rmsnorm_silu_quant(x: Tensor, weight: Tensor) -> Tensor:
 
 def _rms(h: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(h, weight.shape, weight.float(), EPS)
+
+
+def _power_blocks(x: Tensor, weight: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """(elements divided by a power of two for every 32 of them, its exponent bytes)."""
+    v = _rms(x.float(), weight).unflatten(-1, (-1, 32))
+    exponent = torch.ceil(torch.log2(v.abs().amax(-1, keepdim=True) / largest))
+    return (v * torch.exp2(-exponent)).flatten(-2), (exponent + 127).to(torch.uint8).squeeze(-1)
+
+
+def _pairs(values: Tensor) -> Tensor:
+    """e2m1 codes, two to a byte; ties go down."""
+    between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=values.device)
+    code = torch.bucketize(values.abs(), between).to(torch.uint8) | (values < 0).to(torch.uint8) << 3
+    low, high = code.unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 4
 
 
 def _codes(y: Tensor) -> Tensor:

@@ -11,25 +11,35 @@ import torch
 
 from flashnorm import model
 from flashnorm.program import (
+    TILE_ROWS,
     AddResidual,
     Affine,
     AffineBias,
+    BlockScales,
     Cast,
     LoadRow,
     MeanVar,
     Operand,
     QuantBlocks,
+    QuantNvfp4,
     QuantTensor,
     Rms,
     Round,
     RowProgram,
+    Silu,
     Variant,
 )
 
-B, S, E4, I8 = "bfloat16", "float32", "float8_e4m3fn", "int8"
+B, S, E4, I8, U = "bfloat16", "float32", "float8_e4m3fn", "int8", "uint8"
 BLOCK = 128
-SCALARS = {"eps": 1e-6, "scale_value": 0.05, "scale_ub_value": torch.finfo(torch.float32).max}
+SCALARS = {
+    "eps": 1e-6,
+    "scale_value": 0.05,
+    "scale_ub_value": torch.finfo(torch.float32).max,
+    "global_scale_value": 173.25,
+}
 DYNAMIC = (Affine(), Round())
+ACTIVE = (Affine(), Silu())
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,22 @@ CASES = {
     "token": Case(RowProgram(LoadRow(), Rms(), DYNAMIC, QuantBlocks(0, 1e-10, cap="value")), (B, B, E4, S)),
     "add_token": Case(RowProgram(AddResidual(), Rms(), DYNAMIC, QuantBlocks(0, 1e-10, cap="value")), (B, B, B, E4, S)),
     "int8": Case(RowProgram(LoadRow(scaled=True), Rms(), (Affine(),), Cast()), (I8, S, B, B)),
+    "silu": Case(RowProgram(LoadRow(), Rms(), ACTIVE, Cast()), (B, B, B)),
+    "silu_quant": Case(RowProgram(LoadRow(), Rms(), ACTIVE, QuantTensor()), (B, B, E4)),
+    "silu_fp4": Case(RowProgram(LoadRow(), Rms(), ACTIVE, QuantNvfp4()), (B, B, U, U)),
+    "fp4": Case(RowProgram(LoadRow(), Rms(), (Affine(),), QuantNvfp4(16, "value")), (B, B, U, U)),
+    "fp4_tiles": Case(
+        RowProgram(LoadRow(), Rms(), (Affine(),), QuantNvfp4(16, "value", layout="swizzled")), (B, B, U, U)
+    ),
+    "add_fp4": Case(RowProgram(AddResidual(), Rms(), (Affine(),), QuantNvfp4(16, "value")), (B, B, B, U, U)),
+    "add_fp4_both": Case(
+        RowProgram(AddResidual(), Rms(), (Affine(),), QuantNvfp4(16, "value", layout="both")), (B, B, B, U, U, U)
+    ),
+    "mxfp4": Case(RowProgram(LoadRow(), Rms(), (Affine(),), QuantBlocks(32, 0.0, ue8m0=True, fp4=True)), (B, B, U, U)),
+    "mxfp8": Case(RowProgram(LoadRow(), Rms(), (Affine(),), QuantBlocks(32, 0.0, ue8m0=True)), (B, B, E4, U)),
+    "add_mxfp8": Case(
+        RowProgram(AddResidual(), Rms(), (Affine(),), QuantBlocks(32, 0.0, ue8m0=True)), (B, B, B, E4, U)
+    ),
 }
 
 
@@ -61,13 +87,17 @@ def shape_of(operand: Operand, case: Case, rows: int, hidden_size: int) -> tuple
     match operand.kind:
         case "row":
             return (rows, hidden_size)
+        case "pairs":
+            return (rows, hidden_size // 2)
         case "vec":
             return (hidden_size,)
         case "per_row":
             return (rows,)
-        case "blocks":
+        case "blocks" | "swizzled":
             store = case.program.store
-            return (rows, math.ceil(hidden_size / store.block) if isinstance(store, QuantBlocks) and store.block else 1)
+            assert isinstance(store, BlockScales)
+            padded = rows if operand.kind == "blocks" else -(-rows // TILE_ROWS) * TILE_ROWS
+            return (padded, store.columns(hidden_size, operand.kind))
     raise NotImplementedError(f"no case has an operand of kind {operand.kind}")
 
 

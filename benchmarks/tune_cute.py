@@ -52,14 +52,19 @@ def needs(op: str) -> Needs:
 def first_round(hidden_size: int, rows: int, op: str, sm: int) -> Iterator[RowTile]:
     """Tiles that differ in threads, rows per CTA and cluster."""
     lanes, groups = tiles.lanes(hidden_size), -(-hidden_size // 8)
-    held, weights = needs(op).held, max(1, needs(op).vectors)
+    held, weights, least = needs(op).held, max(1, needs(op).vectors), needs(op).least
     few = rows <= 256
     for c in (1, 2, 4, 8):
         if c > 1 and not (plans.has_clusters(sm) and (hidden_size >= 16384 or (few and hidden_size >= 4096))):
             continue
-        for t in (8, 16, 32, 64, 128, 256, 512, 1024):
+        for t in (*((2, 4) if hidden_size <= 512 else ()), 8, 16, 32, 64, 128, 256, 512, 1024):
             rounds = -(-groups // (t * c))
-            if t * c > lanes or (c > 1 and t < 32) or rounds * 8 * held > 384 or rounds * 8 * held * t > 131072:
+            if (
+                not min(least, lanes) <= t * c <= lanes
+                or (c > 1 and t < 32)
+                or rounds * 8 * held > 384
+                or rounds * 8 * held * t > 131072
+            ):
                 continue
             if few and rounds > 4 and hidden_size < 32768:
                 continue
@@ -101,6 +106,7 @@ def second_round(best: RowTile, few: bool) -> Iterator[RowTile]:
 def describe(tile: RowTile) -> str:
     flags = [f for f in ("staged", "early_weights", "signal_early", "streaming") if getattr(tile, f)]
     flags += [f"prefetch-{tile.prefetch}"] if tile.prefetch != "none" else []
+    flags += [f"turns-{tile.turns}"] if tile.turns > 1 else []
     return f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} {tile.hold} b{tile.batch} {' '.join(flags)}"
 
 

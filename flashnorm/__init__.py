@@ -20,6 +20,7 @@ from flashnorm.ops.rmsnorm_quant import (
     rmsnorm_quant,
 )
 from flashnorm.ops.silu import fused_rmsnorm_silu
+from flashnorm.scales import dequantize, swizzle_scales, unswizzle_scales
 
 __version__ = "0.1.0.dev0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "add_rmsnorm_mxfp8_quant",
     "backend",
     "capabilities",
+    "dequantize",
     "explain",
     "fused_add_layernorm",
     "fused_add_rmsnorm",
@@ -50,4 +52,6 @@ __all__ = [
     "rmsnorm_fp4quant",
     "rmsnorm_mxfp8_quant",
     "rmsnorm_quant",
+    "swizzle_scales",
+    "unswizzle_scales",
 ]

@@ -12,11 +12,7 @@ from flashnorm.core import device as devices
 from flashnorm.core import dispatch, plan
 from flashnorm.core.op import OPS
 from flashnorm.core.tools import tools
-
-# Where an encoding has conversion instructions: from an sm on, or on these alone, which have them in targets that are
-# compiled for one device or family. A device that the compiler does not know gets portable code, without them.
-FP8_SINCE = 89
-BLACKWELL = (100, 103, 110, 120, 121)
+from flashnorm.kernels.tile import BLACKWELL, NATIVE_FP8
 
 
 def explain(op: str, *tensors: Any, **options: Any) -> dispatch.Explanation:
@@ -73,7 +69,8 @@ def capabilities(device: torch.device | str | None = None) -> dict[str, Any]:
 
 def formats(facts: devices.DeviceFacts) -> dict[str, str]:
     """ "native" where the device converts to an encoding by an instruction, else "emulated" (the same bytes)."""
-    fp8, four_bits = facts.kind == "cuda" and facts.sm >= FP8_SINCE, facts.kind == "cuda" and facts.sm in BLACKWELL
+    # A device that the compiler does not know gets portable code, without the instructions of one device or family.
+    fp8, four_bits = facts.kind == "cuda" and facts.sm >= NATIVE_FP8, facts.kind == "cuda" and facts.sm in BLACKWELL
     native = {"e4m3": fp8, "e5m2": fp8, "e2m1": four_bits, "ue8m0": four_bits}
     return {name: "native" if there else "emulated" for name, there in native.items()}
 

@@ -166,7 +166,8 @@ def _variant(op: Op, arguments: argparse.Namespace) -> tuple[Variant, dict[str, 
         accepted = (first,) if operand.like is not None else operand.dtypes
         dtypes[operand.name] = first if text is None else _dtype(f"--{operand.name}-dtype", text, accepted)
     vec = layout.access_width(shape[-1], [(0, 1, (shape[-1],))])
-    variant = Variant(program, tuple(dtypes.values()), shape[-1], vec=vec)
+    carried = tuple(operand.carried(dtypes[operand.name]) for operand in program.operands())
+    variant = Variant(program, carried, shape[-1], vec=vec)
     return variant, {op.labels.get(name, name): dtype for name, dtype in dtypes.items()}
 
 

@@ -12,8 +12,8 @@ is in `csrc/`. A dataclass `Affine(offset=1.0, round_norm=False)` whose weight i
 
 and is filled with its operands (references, in the order of `stage.operands()`) and then its run-time
 scalars. A field that says a word, `cap="device"`, becomes an enumerator, `Cap kCap = Cap::kDevice` (kNone for
-the empty word). A new stage needs a dataclass in `flashnorm/program/` and a struct in `csrc/flashnorm/stages/`; this file
-learns nothing about it.
+the empty word). A new stage needs a dataclass in `flashnorm/program/` and a struct in `csrc/flashnorm/stages/`; this
+file learns nothing about it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, Literal
 
-from ..program import Operand, RowProgram, Stage, rounding
+from ..program import SCALES, Operand, RowProgram, Stage, rounding
 
 Route = Literal["cuda", "cpu"]
 
@@ -46,12 +46,14 @@ HEADERS: dict[Route, str] = {
 # The function of ffi/operands.h that binds an operand of a kind.
 _REFERENCES = {
     "row": "row",
+    "pairs": "pairs",
     "vec": "row",
     "pool": "pool",
     "per_row": "per_row",
     "per_pool": "per_pool",
     "scalar": "scalar",
     "blocks": "blocks",
+    "swizzled": "swizzled",
 }
 
 
@@ -116,7 +118,7 @@ class _Unit:
     def _reference(self, operand: Operand, stage: str) -> str:
         const = "" if operand.written else "const "
         arguments = str(self.index[operand.name])
-        if operand.kind == "blocks":  # how many values a row has is the stage's business
+        if operand.kind in SCALES:  # how many values a row has is the stage's business
             arguments += f", {stage}::columns(operands.hidden_size())"
         return f"operands.{_REFERENCES[operand.kind]}<{const}{self.types[operand.name]}>({arguments})"
 

@@ -139,3 +139,31 @@ class Guarded:
 
     def unchanged(self) -> bool:
         return bool((self.storage.view(self.before.dtype) == self.before).all())
+
+
+# ------------------------------------------------------------------ where scales lie
+def padded(count: int) -> int:
+    """A multiple of 4: rows of scales in columns, columns of swizzled ones."""
+    return -(-count // 4) * 4
+
+
+def tiled(rows: int, blocks: int) -> torch.Tensor:
+    """Where in swizzled scales the value of each row and block lies, [rows, blocks].
+
+    Tiles of 128 rows and 4 blocks follow each other along a row first. Each is 32 lines of 16 bytes: four rows that
+    are 32 apart, four blocks of each.
+    """
+    row, block = torch.arange(rows).unsqueeze(1), torch.arange(blocks)
+    tile = row // 128 * (padded(blocks) // 4) + block // 4
+    return (tile * 32 + row % 32) * 16 + row % 128 // 32 * 4 + block % 4
+
+
+def from_tiles(scale: torch.Tensor, rows: int, blocks: int, what: str) -> torch.Tensor:
+    """[rows, blocks] of swizzled scales; everything else in them must be zero."""
+    flat = scale.reshape(-1).view(torch.uint8).cpu()
+    assert flat.numel() == -(-rows // 128) * 128 * padded(blocks), f"{what}: {tuple(scale.shape)} swizzled scales"
+    where = tiled(rows, blocks)
+    inside = torch.zeros(flat.shape, dtype=torch.bool)
+    inside[where] = True
+    assert not bool(flat[~inside].any()), f"{what}: padding is not zero"
+    return flat[where].view(scale.dtype)

@@ -21,6 +21,8 @@ DTYPES = {
     "i32": torch.int32,
     "i64": torch.int64,
 }
+E2M1 = torch.float4_e2m1fn_x2  # two codes a byte
+CODES = ("e4m3", "e5m2", "i8", "e2m1")
 FLOATS = ("f32", "f16", "bf16")
 
 # What users have, and what has broken kernels: odd, one short of or past a vector, a warp, a power of two.
@@ -28,6 +30,8 @@ HIDDEN = (1, 2, 7, 8, 9, 64, 111, 128, 500, 576, 769, 1023, 1024, 3584, 4096, 81
 HIDDEN_ODD = (250, 1440, 4095, 8200, 24579)
 HIDDEN_LONG = (131072, 262144)
 BLOCK_HIDDEN = (128, 256, 384, 1024, 3584, 4096, 8192, 16384, 24576)  # for operators of whole blocks of 128
+SCALED_HIDDEN = (32, 64, 96, 576, 4096, 16384)  # of 32 elements; and these two of 16
+SCALED_HIDDEN_16 = (16, 48)
 TOKENS = (1, 2, 7, 19, 99, 989)
 
 PLAIN = ("rmsnorm", "gemma_rmsnorm", "layernorm")
@@ -41,7 +45,11 @@ STATIC = (
 )
 BLOCKED = "fused_add_rmsnorm_fp8_block_quant"
 DYNAMIC = "rmsnorm_dynamic_quant"
-OPS = (*PLAIN, *FUSED, *STATIC, BLOCKED, DYNAMIC)
+OLD = (*PLAIN, *FUSED, *STATIC, BLOCKED, DYNAMIC)  # those that store numbers, or scales of more than 8 bits
+FP4 = ("rmsnorm_fp4quant", "add_rmsnorm_fp4quant")
+MXFP8 = ("rmsnorm_mxfp8_quant", "add_rmsnorm_mxfp8_quant")
+SILU = "fused_rmsnorm_silu"
+OPS = (*OLD, *FP4, *MXFP8, SILU)
 
 
 @dataclass(frozen=True)
@@ -54,15 +62,18 @@ class Combo:
         numerics: the mode.
         rstd: whether rstd is asked for.
         out: dtype of the result where it is not the input's.
-        scale: of the static operators: "value", or the dtype of an element on the device.
-        block: of the dynamic operator: elements of a block, 0 for one scale a token.
-        form: of its scales: "fp32", "ue8m0" or "ue8m0_packed".
-        column: its scales lie in columns.
+        scale: of the static operators: "value", or the dtype of an element on the device. Of those of four bits:
+            the global scale, or None.
+        block: elements that a scale found from the row serves, 0 for one scale a token.
+        form: of such scales: "fp32", "ue8m0", "ue8m0_packed" or "e4m3".
+        column: of the dynamic operator: scales lie in columns.
         cap: where scale_ub is: "", "value" or "device".
         side: normed_out is asked for.
         index: dtype of a row_index.
         input_scale: of an int8 input: "one" for everything, or "rows".
         double: layernorm_quant's double_rounding.
+        placed: where scales of 8 bits go: "rows", "swizzled" or "both".
+        rule: of those that are powers of two: "up" or "ocp".
     """
 
     op: str
@@ -82,6 +93,8 @@ class Combo:
     index: str | None = None
     input_scale: str | None = None
     double: bool = False
+    placed: str = "rows"
+    rule: str = "up"
 
     @property
     def offset(self) -> float:
@@ -94,11 +107,21 @@ class Combo:
 
     @property
     def makes_codes(self) -> bool:
-        return self.op.endswith("_quant")
+        return self.out in CODES
+
+    @property
+    def scaled(self) -> bool:
+        """NVFP4, MXFP4 or MXFP8: scales of 8 bits, from the norm in fp32."""
+        return self.op in (*FP4, *MXFP8) or (self.op == SILU and self.out == "e2m1")
 
     @property
     def makes_scales(self) -> bool:
-        return self.op in (BLOCKED, DYNAMIC)
+        return self.op in (BLOCKED, DYNAMIC) or self.scaled
+
+    @property
+    def once(self) -> bool:
+        """Nothing is rounded before the end, whatever the mode."""
+        return self.scaled or self.op == SILU
 
     @property
     def in_place(self) -> bool:
@@ -108,11 +131,16 @@ class Combo:
     @property
     def may_alias(self) -> bool:
         """out= may be the input."""
-        return self.op in PLAIN and self.index is None and self.x != "i8"
+        return (self.op in PLAIN and self.index is None and self.x != "i8") or (self.op == SILU and self.out is None)
 
     @property
     def out_dtype(self) -> torch.dtype:
-        return DTYPES[self.out or self.x]
+        return E2M1 if self.out == "e2m1" else DTYPES[self.out or self.x]
+
+    @property
+    def whole(self) -> int:
+        """What the length of a row must be a multiple of."""
+        return self.block_size if self.scaled or self.op == BLOCKED else 1
 
     @property
     def block_size(self) -> int:
@@ -123,7 +151,8 @@ class Combo:
         parts = [self.op, self.numerics, self.x, f"w={self.weight}"]
         named = {"r": self.residual, "b": self.bias, "out": self.out, "scale": self.scale, "cap": self.cap}
         named |= {"index": self.index, "unit": self.input_scale, "block": self.block}
-        named |= {"form": self.form if self.form != "fp32" else ""}
+        named |= {"form": self.form if self.form != "fp32" else "", "placed": self.placed if self.scaled else ""}
+        named |= {"rule": self.rule if self.rule != "up" else ""}
         parts += [f"{name}={value}" for name, value in named.items() if value]
         flags = {"rstd": self.rstd, "column": self.column, "side": self.side, "double": self.double}
         return "-".join(parts + [name for name, given in flags.items() if given])
@@ -217,22 +246,63 @@ def _gathered() -> Iterator[Combo]:
     yield Combo("gemma_rmsnorm_quant", "i8", "bf16", out="e4m3", scale="value", input_scale="rows", index="i64")
 
 
+def _scaled() -> Iterator[Combo]:
+    """Every block, format and rule of scales of 8 bits with each layout; every mode, dtype and place of G."""
+    nv = {"out": "e2m1", "block": 16, "form": "e4m3"}
+    mx = {"out": "e2m1", "block": 32, "form": "ue8m0"}
+    yield Combo(FP4[0], scale="value", **nv)
+    yield Combo(FP4[0], "f32", None, scale="f32", placed="swizzled", **nv)
+    yield Combo(FP4[0], "f16", "f32", numerics="vllm", **(nv | {"block": 32}))
+    yield Combo(FP4[0], "bf16", "f16", placed="swizzled", **mx)
+    yield Combo(FP4[0], "f32", "f32", numerics="torch", rule="ocp", **mx)
+    yield Combo(FP4[1], "bf16", "bf16", "bf16", scale="value", placed="both", side=True, **nv)
+    yield Combo(FP4[1], "f16", "f16", "f32", "hf-llama", scale="bf16", **nv)
+    yield Combo(FP4[1], "f32", None, "f16", "hf-gemma", rule="ocp", placed="both", side=True, **mx)
+    yield Combo(FP4[1], "bf16", "f32", "bf16", placed="swizzled", **mx)
+    eight = {"out": "e4m3", "block": 32, "form": "ue8m0"}
+    yield Combo(MXFP8[0], **eight)
+    yield Combo(MXFP8[0], "f32", None, rule="ocp", placed="swizzled", **eight)
+    yield Combo(MXFP8[1], "bf16", "bf16", "bf16", placed="swizzled", **eight)
+    yield Combo(MXFP8[1], "f16", "f32", "f32", "hf-llama", rule="ocp", **eight)
+
+
+def _silu() -> Iterator[Combo]:
+    yield Combo(SILU)
+    yield Combo(SILU, "f32", "f16", numerics="hf-llama")
+    yield Combo(SILU, "f16", None)
+    yield Combo(SILU, out="e4m3", scale="value")
+    yield Combo(SILU, "f16", "f32", out="e5m2", scale="f32")
+    yield Combo(SILU, "f32", "bf16", out="e4m3")
+    yield Combo(SILU, out="e2m1", block=16, form="e4m3")
+
+
 RMSNORMS = tuple(_rmsnorms())
-COMBOS = (*RMSNORMS, *_layernorms(), *_static(), *_blocked(), *_dynamic(), *_gathered())
+SCALED = (*_scaled(), *_silu())
+COMBOS = (*RMSNORMS, *_layernorms(), *_static(), *_blocked(), *_dynamic(), *_gathered(), *SCALED)
 # One of each operator, in the dtypes that are used most: for layouts, cases and everything that is not about dtypes.
 USUAL = tuple(
     next(c for c in COMBOS if (c.op, c.x, c.rstd) == (op, "bf16", op == "rmsnorm") and c.residual in (None, "bf16"))
     for op in OPS
 )
 BF16 = tuple(c for c in USUAL if c in RMSNORMS)
+# Where every layout of every tensor is tried: the newer operators by the one that has the most of them.
+LAID_OUT = tuple(c for c in USUAL if c.op in OLD or c.op == FP4[1])
 # What batches are cut up for: every operator in its usual form, and a cross-section of the rest.
-CHUNKED = tuple(dict.fromkeys((*USUAL, *COMBOS[::5])))
+CHUNKED = tuple(dict.fromkeys((*LAID_OUT, *COMBOS[: -len(SCALED) : 5], Combo(SILU))))
 assert len(set(COMBOS)) == len(COMBOS) and len({str(c) for c in COMBOS}) == len(COMBOS)
 
 
 def every_hidden(combo: Combo) -> tuple[int, ...]:
     """All hidden sizes that an operator is tried with."""
+    if combo.scaled:
+        return (*SCALED_HIDDEN, *(SCALED_HIDDEN_16 if combo.block == 16 else ()))
     return BLOCK_HIDDEN if combo.op == BLOCKED else (*HIDDEN, *HIDDEN_ODD, *HIDDEN_LONG)
+
+
+def fitting(combo: Combo, *shape: int) -> tuple[int, ...]:
+    """A shape, its rows long enough for whole blocks where the operator takes nothing else."""
+    *lead, h = shape
+    return (*lead, -(-h // combo.whole) * combo.whole)
 
 
 def some_hidden(combo: Combo) -> tuple[int, ...]:

@@ -1,7 +1,9 @@
 """Runs the CuTe kernels without a GPU: the machine of `ptx_emulator` with the instructions that codes need.
 
-Conversions to 8-bit floats are the model's where the architecture has instructions for them; below, and for everything
-else, the kernels' own integer arithmetic is interpreted.
+Conversions to codes are the model's where the architecture has instructions for them; below, and for everything else,
+the kernels' own arithmetic is interpreted. NaN that arithmetic makes is the one NaN that GPUs make, 0x7fffffff. An
+approximate reciprocal is the rounded one or a neighbour of it, whichever its argument's bits say; of a significand of
+ones alone it is the rounded one, as it must be where `rcp.rn` is made of it.
 """
 
 import contextlib
@@ -20,6 +22,7 @@ for _name in ("ge", "gt", "le"):
     setattr(Int, f"__{_name}__", base._operator(f"__{_name}__"))
 
 CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 
 
 def _encode(values, fp8):
@@ -27,23 +30,59 @@ def _encode(values, fp8):
     return codes.view(torch.uint8).numpy().astype(np.uint16)
 
 
+def _pairs(low, high):
+    """A byte of two e2m1 codes."""
+    both = np.ascontiguousarray(np.stack([low, high], -1)).astype(np.float32)
+    codes = formats.encode(torch.from_numpy(both), torch.float4_e2m1fn_x2)
+    return codes.view(torch.uint8).numpy()[..., 0].astype(np.uint32)
+
+
 def _with_nan(join):
     return lambda a, b: np.where(np.isnan(a) | np.isnan(b), np.float32(np.nan), join(a, b))
 
 
+def _saturated(v):
+    return np.where(np.isnan(v), np.float32(0), np.clip(v, np.float32(0), np.float32(1)))
+
+
+def _reciprocal(v):
+    bits = np.ascontiguousarray(v, np.float32).view(np.uint32)
+    exact = (np.float32(1) / v).astype(np.float32)
+    off = (bits * np.uint32(2654435761) >> np.uint32(30)).astype(np.int32) % 3 - 1
+    off = np.where((bits & 0x7FFFFF == 0x7FFFFF) | ~np.isfinite(exact) | (exact == 0), 0, off)
+    return (exact.view(np.int32) + off.astype(np.int32)).view(np.float32)
+
+
+def _halves(word):
+    return np.ascontiguousarray(word, np.uint32).view(np.float16).reshape(*word.shape, 2).astype(np.float64)
+
+
+def _fma_f16x2(a, b, c):
+    exact = _halves(a) * _halves(b) + _halves(c)  # of numbers of 11 bits that are not far apart
+    return np.ascontiguousarray(exact.astype(np.float16)).view(np.uint32)[..., 0]
+
+
 FLOAT = {
     "sub.rn.f32": lambda a, b: a - b,
+    "mul.rn.sat.f32": lambda a, b: _saturated(a * b),
     "max.NaN.f32": _with_nan(np.fmax),
     "min.NaN.f32": _with_nan(np.fmin),
+    "max.f32": np.fmax,
+    "min.f32": np.fmin,
     "abs.f32": np.abs,
+    "neg.f32": np.negative,
+    "rcp.approx.ftz.f32": _reciprocal,
 }
+KEEPS_NAN = ("abs.f32", "neg.f32")
 UNSIGNED = {
     "shr.u32": lambda a, b: a >> b,
     "shl.b32": lambda a, b: a << b,
     "or.b32": lambda a, b: a | b,
     "add.u32": lambda a, b: a + b,
+    "add.s32": lambda a, b: a + b,
     "sub.u32": lambda a, b: a - b,
     "min.u32": np.minimum,
+    "max.u32": np.maximum,
 }
 COMPARE = {
     "eq": np.equal,
@@ -55,6 +94,7 @@ COMPARE = {
 }
 DIRECT = {**base.ARITHMETIC, **FLOAT}
 OPERANDS = ("$0, $1;", "$0, $1, $2;", "$0, $1, $2, $3;")
+JOIN = {"and": np.logical_and, "or": np.logical_or}
 WIDTHS = {"u8": 1, "u16": 2, "b16": 2, "b32": 4, "f32": 4, "s32": 4, "s64": 8}
 
 
@@ -64,6 +104,8 @@ class Machine(base.Machine):
     def __init__(self, *given, **more):
         super().__init__(*given, **more)
         self.alive = np.ones(self.shape, bool)
+        self.awake = np.ones(self.shape, bool)
+        self.jumped = {}
 
     def load(self, space, addr, size, active):
         return super().load(space, addr, size, active & self.alive)
@@ -72,11 +114,22 @@ class Machine(base.Machine):
         super().store(space, addr, data, active & self.alive)
 
     def _statement(self, text, env):
-        guard, _, rest = text.partition(" ")
-        if rest.strip() == "exit":
-            self.alive &= ~env[guard[1:]]
-        elif not text.startswith("bar.warp.sync"):
+        label, colon, after = text.partition(":")
+        if colon and label.isidentifier():  # where those who jumped there meet the others
+            self.awake = self.awake | self.jumped.pop(label)
+            text = after.strip()
+        words = text.split()
+        if "exit" in words:
+            self.alive &= ~env[words[0][1:]]
+        elif "bra" in words:  # forward, within its block
+            going = self.awake & env[words[0][1:]] if words[0][0] == "@" else self.awake
+            self.jumped[words[-1]] = self.jumped.get(words[-1], False) | going
+            self.awake = self.awake & ~going
+        elif text and not text.startswith("bar.warp.sync"):
             super()._statement(text, env)
+
+    def _write(self, name, value, env, active):
+        super()._write(name, value, env, active & self.awake)
 
     def asm(self, result, code, constraints, args, *, effect=False):
         """One instruction of fp32 arithmetic, the most frequent case by far, needs no reading of its text."""
@@ -85,7 +138,8 @@ class Machine(base.Machine):
         if join is None or operands not in OPERANDS:
             return super().asm(result, code, constraints, args, effect=effect)
         with np.errstate(all="ignore"):
-            return join(*map(np.asarray, args)).astype(np.float32)
+            value = join(*map(np.asarray, args)).astype(np.float32)
+        return value if op in KEEPS_NAN else np.where(np.isnan(value), NAN, value)
 
     def _read(self, name, env, dtype=np.uint32):
         if name.startswith("0f"):
@@ -99,26 +153,42 @@ class Machine(base.Machine):
         def as_float(i):
             return np.ascontiguousarray(read(i)).view(np.float32)
 
-        if op in FLOAT:
+        if op in DIRECT:
             with np.errstate(all="ignore"):
-                value = FLOAT[op](*map(as_float, range(1, len(names)))).astype(np.float32).view(np.uint32)
+                value = np.ascontiguousarray(DIRECT[op](*map(as_float, range(1, len(names)))), np.float32)
+            value = value if op in KEEPS_NAN else np.where(np.isnan(value), NAN, value)
+            value = value.view(np.uint32)
         elif op in UNSIGNED:
             with np.errstate(over="ignore"):
                 value = UNSIGNED[op](read(1), read(2))
         elif op.startswith("setp."):
-            _, how, kind = op.split(".")
-            value = COMPARE[how](*(read(i).view(np.int32) if kind[0] == "s" else read(i) for i in (1, 2)))
-        elif op == "selp.b32":
+            _, how, *joined, kind = op.split(".")
+            seen = {"f32": np.float32, "s32": np.int32}.get(kind, np.uint32)
+            pair = [np.ascontiguousarray(read(i)).view(seen) for i in (1, 2)]
+            value = np.isnan(pair[0]) | np.isnan(pair[1]) if how == "nan" else COMPARE[how](*pair)
+            for each in joined:
+                value = JOIN[each](value, env[names[3]])
+        elif op == "or.pred":
+            value = env[names[1]] | env[names[2]]
+        elif op in ("selp.b32", "selp.f32"):
             value = np.where(env[names[3]], read(1), read(2))
         elif op == "prmt.b32":
             source = (read(1).astype(np.uint64) | read(2).astype(np.uint64) << np.uint64(32))[..., None]
-            picks = [(int(names[3], 0) >> 4 * i) & 7 for i in range(4)]
-            picked = (source >> np.array([8 * p for p in picks], np.uint64)) & np.uint64(0xFF)
+            picks = [(int(names[3], 0) >> 4 * i) & 15 for i in range(4)]
+            picked = (source >> np.array([8 * (p & 7) for p in picks], np.uint64)) & np.uint64(0xFF)
+            picked = np.where([p & 8 != 0 for p in picks], (picked >> np.uint64(7)) * np.uint64(0xFF), picked)
             value = (picked << np.array([0, 8, 16, 24], np.uint64)).sum(-1).astype(np.uint32)
         elif op == "bfi.b32":
             at, length = int(names[3]), int(names[4])
             field = np.uint32(((1 << length) - 1) << at)
             value = (read(2) & ~field) | ((read(1) << np.uint32(at)) & field)
+        elif op == "fma.rn.f16x2":
+            value = _fma_f16x2(*map(read, (1, 2, 3)))
+        elif op == "cvt.rn.satfinite.e2m1x2.f32":
+            value = _pairs(as_float(2), as_float(1))
+        elif op == "mov.b32" and names[1].count(",") == 3:
+            parts = (env[n.strip()].astype(np.uint32) for n in names[1].strip("{}").split(","))
+            value = sum(part << np.uint32(8 * i) for i, part in enumerate(parts))
         elif op.startswith("cvt.rn.satfinite."):
             fp8 = op.split(".")[3].removesuffix("x2")
             value = (_encode(as_float(1), fp8) << np.uint16(8)) | _encode(as_float(2), fp8)
@@ -152,7 +222,7 @@ class Machine(base.Machine):
 
 @contextlib.contextmanager
 def patched(machine):
-    from flashnorm.kernels import blocks, codec, fp, frame, memory, reduce, row_forward
+    from flashnorm.kernels import blocks, codec, codec4, fp, frame, memory, reduce, row_forward, scales, silu
 
     lane = np.arange(machine.shape[1])
 
@@ -166,9 +236,9 @@ def patched(machine):
     names = types.SimpleNamespace(f32=lambda: "f32", i32=lambda: "i32", i64=lambda: "i64")
     view = types.SimpleNamespace(bitcast=lambda t, v: v.view(np.float32 if t == "f32" else np.uint32))
     changes = [
-        *((module, "asm", machine.asm) for module in (fp, codec, memory)),
-        *((module, "asm_many", machine.asm_many) for module in (codec, memory)),
-        *((module, "T", names) for module in (fp, codec, memory)),
+        *((module, "asm", machine.asm) for module in (fp, codec, codec4, memory, scales)),
+        *((module, "asm_many", machine.asm_many) for module in (codec, memory, scales, silu)),
+        *((module, "T", names) for module in (fp, codec, codec4, memory, scales, silu)),
         *((module, "Int32", Int) for module in (frame, reduce, blocks, row_forward)),
         *((module, "Int64", Int) for module in (frame, row_forward)),
         (codec, "llvm", view),
@@ -187,13 +257,14 @@ def patched(machine):
             setattr(module, name, value)
 
 
-def launch(variant, tile, machine, tensors, scalars, sm=90):
+def launch(variant, tile, machine, tensors, scalars, sm=90, native_fp4=False):
     """Run the kernel of one tile over the machine's whole grid.
 
     Args:
         tensors: a `Tensor` for each operand of the variant's program, in order.
         scalars: fp32 values by name.
         sm: the compute capability that it is traced for; 90 has programmatic dependent launch.
+        native_fp4: the target has conversions to e2m1.
     """
     from flashnorm.kernels.row_forward import RowForward
 
@@ -201,6 +272,7 @@ def launch(variant, tile, machine, tensors, scalars, sm=90):
     with patched(machine):
         kernel = object.__new__(RowForward)
         kernel.variant, kernel.plans, kernel.sm, kernel.has_pdl = variant, ((None, tile),), sm, sm >= 90
+        kernel.native_fp4 = native_fp4
         kernel.names = tuple(o.name for o in variant.program.operands())
         tid = Int(np.broadcast_to(np.arange(machine.shape[1]), machine.shape))
         bid = Int(np.broadcast_to(np.arange(machine.shape[0])[:, None], machine.shape))

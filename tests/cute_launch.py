@@ -11,15 +11,18 @@ from flashnorm.kernels.tile import WIDTH, needs_of
 from flashnorm.program import Variant
 from tests import cute_emulator as emulator
 
-SCALARS = {"eps": 1e-6, "scale_value": 0.0371, "scale_ub_value": 1.5}
+SCALARS = {"eps": 1e-6, "scale_value": 0.0371, "scale_ub_value": 1.5, "global_scale_value": 173.25}
 POOL = 5  # rows of a pool
 GAP = 64  # bytes between operands
 
 
 def dtypes_of(program, **given):
     """A dtype for every operand: bfloat16 where it may have that, else the first it may have, unless one is given."""
-    kinds = program.operands()
-    return tuple(given.get(o.name, "bfloat16" if "bfloat16" in o.dtypes else o.dtypes[0]) for o in kinds)
+
+    def usual(operand):
+        return "uint8" if operand.raw else "bfloat16" if "bfloat16" in operand.dtypes else operand.dtypes[0]
+
+    return tuple("uint8" if o.raw else given.get(o.name, usual(o)) for o in program.operands())
 
 
 def values(dtype, count, generator):
@@ -38,7 +41,7 @@ class Launch:
         program, dtypes, hidden_size, tile: what is computed, and how.
         rows, row_rank, row_vecs: the grid, and which vectors come by row.
         pad: how many access widths lie between rows.
-        padding: rows of a "blocks" operand beyond the last one.
+        padding: rows of a "blocks" operand beyond the last one; of "swizzled" ones there are as many as there must be.
         column: whether a "blocks" operand lies column by column.
         change: alters the values that are read, by name.
     """
@@ -72,6 +75,8 @@ class Launch:
             cells = cells.repeat_interleave(WIDTH[dtype])
             if operand.mode != "out":
                 flat.copy_(values(dtype, size, generator))
+                if operand.name == "global_scale":  # is positive
+                    flat.abs_()
                 readable[start : start + cells.numel()] |= cells
             if operand.written:
                 writable[start : start + cells.numel()] |= cells
@@ -82,7 +87,7 @@ class Launch:
         self.expected = model.canonical(program, given, SCALARS)
         before = self.memory.clone()
         machine = emulator.Machine(
-            -(-self.grid_rows // tile.rows) * tile.cluster_n,
+            -(-self.grid_rows // tile.all_rows) * tile.cluster_n,
             tile.num_threads,
             self.memory.numpy(),
             readable.numpy(),
@@ -107,8 +112,15 @@ class Launch:
             case "pool":
                 return (POOL, hidden), (stride, 1)
             case "blocks":
-                count, self.grid_rows = self.program.store.columns(hidden), self.rows + padding
-                return (self.grid_rows, count), (1, self.grid_rows) if column else (count, 1)
+                count, high = self.program.store.columns(hidden), self.rows + padding
+                self.grid_rows = max(self.grid_rows, high)
+                return (high, count), (1, high) if column else (count, 1)
+            case "swizzled":
+                count, high = self.program.store.columns(hidden, operand.kind), -(-self.rows // 128) * 128
+                self.grid_rows = max(self.grid_rows, high)
+                return (high, count), (count, 1)
+            case "pairs":
+                hidden, stride = hidden // 2, stride // 2 if stride % (2 * self.tile.vec) == 0 else stride
             case "vec" if operand.name not in self.variant.row_vecs:
                 return (hidden,), (1,)
         strides = tuple(n * stride for n in dense)
@@ -121,9 +133,9 @@ class Launch:
         view, rank = self.view[name], len(self.outer)
         return view.reshape(self.rows, *view.shape[rank:]) if view.shape[:rank] == self.outer else view
 
-    def check(self, sm=90):
-        """Run it as traced for a compute capability, and compare every byte there is."""
-        emulator.launch(self.variant, self.tile, self.machine, self.tensors, self.scalars(), sm)
+    def check(self, sm=90, native_fp4=False):
+        """Run it as traced for a target, and compare every byte there is."""
+        emulator.launch(self.variant, self.tile, self.machine, self.tensors, self.scalars(), sm, native_fp4)
         for name, want in self.expected.items():
             got = self.flat(name).reshape(want.shape)
             assert model.same_bits({name: got}, {name: want}), (name, self.tile, got, want)
@@ -134,6 +146,6 @@ class Launch:
         return {name: SCALARS[name] for name in self.program.scalars()}
 
 
-def check(*given, sm=90, **more):
-    """`Launch(...).check(sm)`."""
-    Launch(*given, **more).check(sm)
+def check(*given, sm=90, native_fp4=False, **more):
+    """`Launch(...).check(sm, native_fp4)`."""
+    Launch(*given, **more).check(sm, native_fp4)

@@ -7,7 +7,7 @@ import torch
 from tests import oracles
 from tests.canonical import Bits
 from tests.canonical.quantise import unpack
-from tests.combos import BLOCKED, STATIC
+from tests.combos import BLOCKED
 from tests.oracles import Expected
 from tests.problem import Problem
 from tests.tolerance import Pool, assert_rstd, assert_same_bits
@@ -19,12 +19,20 @@ _SIGNIFICAND = {torch.float16: 11, torch.bfloat16: 8}
 def accuracy(problem: Problem, got: Bits, pool: Pool, what: str) -> None:
     """Judges every result by the fp64 oracle; what is stored exactly (a residual) bit for bit."""
     combo, want = problem.combo, problem.oracle()
-    if combo.makes_scales:
+    given = 1.0 if problem.scale is None else float(problem.scale)
+    if combo.scaled:
+        down = combo.rule == "ocp"
+        scaled(want, got, pool, what, block=combo.block, gain=given if combo.form == "e4m3" else 1.0, down=down)
+        if combo.side:
+            assert got.normed_out is not None
+            pool.add(got.normed_out, want, f"{what}: normed_out")
+    elif combo.makes_scales:
         _blocks(problem, got, want, pool, what)
-    elif combo.op in STATIC:
-        scale = torch.tensor(float(problem.scale or 0.0), dtype=torch.float32).double()
+    elif combo.makes_codes:
+        scale = torch.tensor(given, dtype=torch.float32).double()
         norm = want.rounded.double() if combo.double else want.out
-        if combo.numerics in oracles.LLAMA and not combo.offset and combo.weight and not combo.centred:
+        llama = combo.numerics in oracles.LLAMA and not combo.once
+        if llama and not combo.offset and combo.weight and not combo.centred:
             norm = want.rounded.double()  # the product is rounded before it is quantised
         pool.add_codes(got.out, norm / scale, want.judged, what)
     else:

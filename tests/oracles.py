@@ -245,7 +245,7 @@ def quotients(norm: torch.Tensor, scale: torch.Tensor, size: int) -> torch.Tenso
     hidden = norm.shape[-1]
     scale = scale.double().unsqueeze(-1)
     whole = torch.where(scale == 0, 0.0, each_block(norm.double(), size) / scale)
-    return whole.view(whole.shape[0], -1)[:, :hidden].reshape(norm.shape)
+    return whole.reshape(whole.shape[0], -1)[:, :hidden].reshape(norm.shape)
 
 
 # ------------------------------------------------------------------ eager PyTorch

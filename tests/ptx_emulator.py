@@ -36,7 +36,7 @@ def _operator(name):
     return apply
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "rshift", "and", "or", "lt", "eq", "ne"):
+for _name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift", "and", "or", "lt", "eq", "ne"):
     setattr(Int, f"__{_name}__", _operator(f"__{_name}__"))
 
 

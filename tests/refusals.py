@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashnorm
-from tests.combos import COMBOS, DYNAMIC, OPS, PLAIN, USUAL, Combo
+from tests.combos import COMBOS, DYNAMIC, OPS, PLAIN, SILU, USUAL, Combo
 from tests.problem import Call, Problem
 
 M, H = 4, 128
@@ -22,9 +22,11 @@ FULL: dict[str, Combo] = {combo.op: combo for combo in USUAL}
 FULL[DYNAMIC] = next(c for c in COMBOS if c.op == DYNAMIC and c.x == "bf16" and c.side and c.column and c.residual)
 FULL["rmsnorm"] = next(c for c in COMBOS if str(c) == "rmsnorm-flashinfer-bf16-w=bf16")
 
-ROWS = ("input", "residual", "out", "normed_out")  # tensors shaped like the input
+CODES = ("out", "y_fp4")
+SIDES = ("normed_out", "y_out")
+ROWS = ("input", "residual", *CODES, *SIDES)  # tensors shaped like the input, or half as wide
 GAINS = ("weight", "gemma", "beta")
-SCALES = ("block_scale", "scale")
+SCALES = ("block_scale", "scale", "block_scale_unswizzled")
 
 
 def good(op: str, device: torch.device) -> Call:
@@ -44,16 +46,30 @@ def tensors(op: str) -> list[str]:
 def accepted(op: str, name: str) -> tuple[str, ...]:
     """The dtypes that a parameter takes, the others being as they are."""
     combo = FULL[op]
+    if name == "y_fp4":
+        return ("float4_e2m1fn_x2", "uint8")
     if name == "out":
-        return ("bfloat16",) if op in PLAIN else FP8[:1] if combo.makes_scales else FP8
-    return ("float32",) if name in SCALES else ("bfloat16",) if name == "normed_out" else FLOATS
+        return ("bfloat16",) if op in (*PLAIN, SILU) else FP8[:1] if combo.makes_scales else FP8
+    if name in SCALES and combo.scaled:
+        return ("float8_e4m3fn", "uint8") if combo.form == "e4m3" else ("uint8", "float8_e8m0fnu")
+    return ("float32",) if name in SCALES else ("bfloat16",) if name in SIDES else FLOATS
+
+
+def elsewhere(op: str, name: str) -> tuple[str, ...]:
+    """Dtypes of a parameter that ask another operator."""
+    return (*FP8, "uint8") if (op, name) == (SILU, "out") else ()
+
+
+def like_the_input(op: str, name: str, *shape: int) -> tuple[int, ...]:
+    """The shape of one of `ROWS` where the input has this one."""
+    *lead, h = shape
+    return (*lead, -(-h // 2) if name == "y_fp4" else h)
 
 
 def written(op: str) -> list[str]:
     """The tensor parameters that an operator writes."""
-    names = {"input": FULL[op].in_place, "residual": True, "out": True, "normed_out": True, "scale": True}
-    names["block_scale"] = True
-    return [name for name in tensors(op) if names.get(name, False)]
+    names = ("residual", *CODES, *SIDES, *SCALES, *(["input"] if FULL[op].in_place else []))
+    return [name for name in tensors(op) if name in names]
 
 
 EVERY = [(op, name) for op in OPS for name in tensors(op)]

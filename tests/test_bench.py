@@ -247,7 +247,7 @@ def test_first_calls_use_the_time_of_the_builds(monkeypatch: pytest.MonkeyPatch,
     """They are made while something is built, each once, and never of what is being built."""
 
     class Endless:
-        def __init__(self, todo, names) -> None:
+        def __init__(self, todo, names, work) -> None:
             assert names == ()  # nothing of FlashInfer on a CPU
 
         def done(self) -> bool:

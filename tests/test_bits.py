@@ -15,12 +15,12 @@ import torch
 from tests.canonical import Bits
 from tests.combos import (
     BF16,
-    BLOCKED,
     CHUNKED,
     COMBOS,
     HIDDEN,
     HIDDEN_LONG,
     HIDDEN_ODD,
+    OLD,
     RMSNORMS,
     USUAL,
     Combo,
@@ -40,13 +40,13 @@ SPECIAL_NAMES = tuple(SPECIAL)
 def exact_shapes(combo: Combo, route: str, full: bool) -> list[tuple[int, int]]:
     """Every hidden size where one kernel serves all of them, a few by turns where each is compiled."""
     turn = COMBOS.index(combo)
-    hidden: tuple[int, ...] = every_hidden(combo) if combo.op == BLOCKED else (*HIDDEN, *HIDDEN_ODD)
+    hidden: tuple[int, ...] = every_hidden(combo) if combo.whole > 1 else (*HIDDEN, *HIDDEN_ODD)
     if full:
         hidden = every_hidden(combo)
     elif route == "cute":
         hidden = some_hidden(combo)
     elif combo not in RMSNORMS:  # what they share with RMSNorm is seen there
-        hidden = hidden[turn % 2 :: 2]
+        hidden = hidden[turn % 2 :: 2] if combo.op in OLD else hidden[turn % 3 :: 3]
     elif turn % 6 == 0:
         hidden = (*hidden, HIDDEN_LONG[turn // 6 % 2])
     return [(5 if h < 64 else 3 if h < 4096 else 2 if h < 65536 else 1, h) for h in hidden]
@@ -91,7 +91,7 @@ def test_canonical(combo: Combo, exact_route: str, device: torch.device, full: b
 @pytest.mark.parametrize("combo", [c for c in COMBOS if c.x != "i8"], ids=str)
 def test_special_rows(combo: Combo, exact_route: str, device: torch.device) -> None:
     """NaN, infinite, zero, huge and subnormal rows keep their own bits and spoil no other row."""
-    shape = (len(SPECIAL) + 3, 4096 if exact_route == "cute" else 384 if combo.op == BLOCKED else 333)
+    shape = (len(SPECIAL) + 3, 4096 if exact_route == "cute" else 384 if combo.whole > 1 else 333)
     for eps in (1e-6, 0.0):
         problem = Problem(combo, shape, device, special=SPECIAL_NAMES, eps=eps)
         if problem.residual is not None:
@@ -129,8 +129,8 @@ def test_any_chunking_of_a_batch(combo: Combo, exact_route: str, device: torch.d
 @pytest.mark.parametrize("h", [128, 111, 4096])
 @pytest.mark.parametrize("combo", USUAL, ids=str)
 def test_any_position_in_a_batch(combo: Combo, h: int, exact_route: str, device: torch.device) -> None:
-    if h % 128 and combo.op == BLOCKED:
-        pytest.skip("takes whole blocks of 128 alone")
+    if h % combo.whole:
+        pytest.skip(f"takes whole blocks of {combo.whole} alone")
     alone = Problem(combo, (1, h), device)
     want = alone.run(exact_route)
     for m in (2, 65, 257, 1031):
@@ -138,7 +138,7 @@ def test_any_position_in_a_batch(combo: Combo, h: int, exact_route: str, device:
         same = Problem(
             combo, (m, h), device, x=alone.x.repeat(m, 1), weight=alone.weight, bias=alone.bias, residual=residual
         )
-        assert_same_bits(same.run(exact_route).out, want.out.expand(m, h), f"{m} copies of a row")
+        assert_same_bits(same.run(exact_route).out, want.out.expand(m, -1), f"{m} copies of a row")
 
 
 @pytest.mark.parametrize("shape", [(1, 4096), (19, 4096), (3, 5, 128), (300, 111)], ids=str)

@@ -114,7 +114,7 @@ def test_explain_the_cpu(capsys):
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["softmax"], "OP must be one of fused_add_layernorm,"),
+        (["softmax"], "OP must be one of add_rmsnorm_fp4quant,"),
         (["rmsnorm", "--shape", "64*4096"], "--shape looks like 64x4096"),
         (["rmsnorm", "--shape", "2x300000"], "must be 1 to 262144, got 300000"),
         (["rmsnorm", "--dtype", "int8"], "--dtype must be one of fp32, fp16, bf16, got 'int8'"),
@@ -142,16 +142,16 @@ def test_explain_takes_an_arch_or_a_device(capsys):
 
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_explain_asks_about_the_kernel_of_a_plain_call(name):
-    op, hidden = OPS[name], 4100
+    op, hidden = OPS[name], 4096 + 128
     asked = {f"{what}_dtype": None for what in ("weight", "bias", "residual", "out")}
     arguments = argparse.Namespace(shape=f"2x{hidden}", dtype="fp16", numerics="flashinfer", option=[], **asked)
     variant, _ = explain_cli._variant(op, arguments)
     given = {}
     for operand, dtype in zip(variant.program.operands(), variant.dtypes, strict=True):
-        shape = {"row": (2, hidden), "vec": (hidden,)}.get(operand.kind)
+        shape = {"row": (2, hidden), "pairs": (2, hidden // 2), "vec": (hidden,)}.get(operand.kind)
         if operand.kind == "blocks":
             columns = variant.program.store.columns(hidden)
-            shape = (columns, 4) if op.label(operand) == "block_scale" else (2, columns)
+            shape = (columns, 4) if op.called == "fused_add_rmsnorm_fp8_block_quant" else (2, columns)
         given[operand.name] = torch.empty(shape, dtype=getattr(torch, dtype))
     tensors = [given.get(operand.name) for operand in op.operands]
     assert normalise(op, variant.program, tensors)[0] == variant

@@ -47,6 +47,7 @@ VARIANTS = {
     "qk": Variant(NORM, (B, B, B), 128, row_rank=2),
     "bare-fp32": Variant(BARE, (S, S), 5120, vec=4),
     "layer": Variant(LAYER, (B, S, S, B), 7168),
+    "layer-narrow": Variant(LAYER, (B, S, S, B), 128),
     "quant": Variant(QUANT, (B, B, E4), 4096),
     "llama-odd": Variant(LLAMA, (F, B, F, E5, B), 1003, row_rank=2, vec=1),
     "blocks": Variant(BLOCKS, (B, B, E4, I32), 8200),

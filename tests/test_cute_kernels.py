@@ -59,6 +59,8 @@ def tile_grid(hidden_size, vec=8):
         if t > most or -(-hidden_size // 8) // t > 300:
             continue
         yield RowTile(hidden_size, vec, t, max(32, t))
+        if t <= 32 and t != 4:
+            yield RowTile(hidden_size, vec, t, 32, early_weights=t != 16, turns=2 if t > 1 else 3)
         if t < 1024:
             yield RowTile(hidden_size, vec, t, max(64, 2 * t), early_weights=False, batch=2, streaming=True)
     for c in (2, 4, 8, 16):
@@ -152,9 +154,10 @@ def test_codes_and_reload_policies(hold):
 
 @pytest.mark.parametrize("row_vecs", ((), ("weight",)))
 def test_three_dimensional_rows_and_weights_by_row(row_vecs):
-    for t, n in ((16, 64), (64, 64)):
-        check(NORM, (B, F, S), 520, RowTile(520, 8, t, n), rows=6, row_rank=2, row_vecs=row_vecs, pad=1)
-        check(QUANT, (B, F, E4), 520, RowTile(520, 8, t, n), rows=6, row_rank=2, row_vecs=row_vecs, pad=1)
+    for t, n, turns in ((16, 64, 1), (64, 64, 1), (32, 32, 3)):
+        tile = RowTile(520, 8, t, n, turns=turns)
+        check(NORM, (B, F, S), 520, tile, rows=6, row_rank=2, row_vecs=row_vecs, pad=1)
+        check(QUANT, (B, F, E4), 520, tile, rows=6, row_rank=2, row_vecs=row_vecs, pad=1)
     check(TRAIN, (B, B, B, B, B, S), 520, RowTile(520, 8, 32, 64), rows=6, row_rank=2, row_vecs=row_vecs, pad=2)
     program = dynamic()
     check(program, dtypes_of(program), 520, RowTile(520, 8, 32, 64), rows=6, row_rank=2, pad=2, padding=2, column=True)
@@ -174,10 +177,12 @@ def test_wide_rows(hidden_size):
 def test_picked_and_scaled_rows(hidden_size, vec):
     """Indices outside of the pool give NaN and read nothing; a row of a bad index spoils no other."""
     most = tiles.lanes(hidden_size)
-    for t, n, c in ((min(most, 16), 64, 1), (min(most, 128), max(32, min(most, 128)), 1), (32, 32, min(4, most // 32))):
+    few, more = min(most, 16), min(most, 128)
+    tilings = ((few, 64, 1, 1), (few, 32, 1, 2), (more, max(32, more), 1, 1), (32, 32, min(4, most // 32), 1))
+    for t, n, c, turns in tilings:
         if c < 1 or t > most:
             continue
-        tile = RowTile(hidden_size, vec, t, n, c, prefetch="all")
+        tile = RowTile(hidden_size, vec, t, n, c, prefetch="all", turns=turns)
         for indexed, scaled, index in ((True, False, I32), (False, True, I64), (True, True, I64)):
             load = LoadRow(indexed=indexed, scaled=scaled)
             plain = RowProgram(load, Rms(), (Affine(),), Cast(), (SaveRstd(),))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import flashnorm
-from flashnorm.core import dispatch
+from flashnorm.core import dispatch, op
 from flashnorm.core.device import DeviceFacts
 
 ARCHS = frozenset({"sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"})
@@ -123,6 +124,19 @@ def test_an_unknown_name_raises():
         pass
     with pytest.raises(ValueError, match=r"FLASHNORM_BACKEND must be one of .*got 'gpu'"):
         dispatch.forced_route("gpu", False)
+
+
+@pytest.mark.parametrize("name", sorted(op.ALL))
+def test_explain_is_asked_about_public_functions(name):
+    """By the device of their tensors; what stands behind them has no answer of its own."""
+    x = torch.ones(2, 64)
+    if name in op.OPS:
+        assert flashnorm.explain(name, x).route in ("cpu", "torch")
+        assert set(dict(flashnorm.explain(name, x).reasons)) >= {"cute", "cuda"}
+        assert name in flashnorm.capabilities("cpu")["routes"]
+    else:
+        with pytest.raises(ValueError, match="op must be one of add_rmsnorm_fp4quant, add_rmsnorm_mxfp8_quant, "):
+            flashnorm.explain(name, x)
 
 
 def test_an_explanation_is_frozen_and_prints_a_line_a_route():

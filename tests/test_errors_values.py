@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flashnorm
-from tests.combos import BLOCKED, DYNAMIC, FUSED, OPS, PLAIN, STATIC
+from tests.combos import BLOCKED, DYNAMIC, FP4, FUSED, MXFP8, OPS, PLAIN, SILU, STATIC
 from tests.inputs import rows
 from tests.refusals import BF16, FULL, H, M, every_op, good, refuse
 
@@ -77,7 +77,7 @@ def test_refused_after_a_good_call_too(op: str, device: torch.device) -> None:
         refuse(op, device, ValueError, "numerics", change=lambda t: {"numerics": "x"})
         refuse(op, device, TypeError, "input", change=lambda t: {"input": 1})
         refuse(op, device, ValueError, "enable_pdl", change=lambda t: {"enable_pdl": "yes"})
-        if FULL[op].residual or op in PLAIN:
+        if FULL[op].residual or op in (*PLAIN, SILU):
             shared = rows((M + 1, H), BF16).to(device)
             other = "residual" if FULL[op].residual else "out"
             both = {"input": shared[:M], other: shared[1:]}
@@ -85,10 +85,14 @@ def test_refused_after_a_good_call_too(op: str, device: torch.device) -> None:
         if FULL[op].residual:
             refuse(op, device, ValueError, "overlap", change=lambda t: {"residual": t["input"]})
         if FULL[op].makes_codes:
-            refuse(op, device, ValueError, "overlap", change=lambda t: {"out": t["input"].view(t["out"].dtype)[:, :H]})
+            name = "y_fp4" if FULL[op].out == "e2m1" else "out"
+            width = H // 2 if name == "y_fp4" else H
+            over = lambda t, n=name, w=width: {n: t["input"].view(t[n].dtype)[:, :w]}  # noqa: E731
+            refuse(op, device, ValueError, "overlap", change=over)
         if FULL[op].side:
-            refuse(op, device, ValueError, "overlap", change=lambda t: {"normed_out": t["input"]})
-            refuse(op, device, ValueError, "overlap", change=lambda t: {"normed_out": t["residual"]})
+            side = "y_out" if op in FP4 else "normed_out"
+            refuse(op, device, ValueError, "overlap", change=lambda t, side=side: {side: t["input"]})
+            refuse(op, device, ValueError, "overlap", change=lambda t, side=side: {side: t["residual"]})
 
 
 # ------------------------------------------------------------------ backends
@@ -150,6 +154,25 @@ for _op in OPS:
         SIGNATURES[_op] = [*needed("out", "block_scale", "normed_out", "input", "residual", "weight"), EPS, PDL]
     elif _op == DYNAMIC:
         SIGNATURES[_op] = [*needed("input", "weight"), EPS]
+    elif _op in FP4:
+        _add = ("residual",) if _op == FP4[1] else ()
+        _both = [("output_both_sf_layouts", False), ("block_scale_unswizzled", None)] if _add else []
+        SIGNATURES[_op] = [
+            *needed("input", *_add, "weight"),
+            *[(name, None) for name in ("y_fp4", "block_scale", "global_scale")],
+            EPS,
+            ("block_size", 16),
+            ("scale_format", None),
+            ("is_sf_swizzled_layout", False),
+            *_both,
+            PDL,
+            *([("y_out", None)] if _add else []),
+        ]
+    elif _op in MXFP8:
+        _add = ("residual",) if _op == MXFP8[1] else ()
+        SIGNATURES[_op] = [*needed("input", *_add, "weight"), ("out", None), ("block_scale", None), EPS]
+    elif _op == SILU:
+        SIGNATURES[_op] = [*needed("input", "weight"), EPS, ("out", None), ("block_scale", None)]
     else:
         SIGNATURES[_op] = [*needed("input", *_add, *_gains), EPS, *([] if _op in FUSED else [("out", None)]), PDL]
 
@@ -160,6 +183,11 @@ for _op in ("rmsnorm", "gemma_rmsnorm"):
 for _op in ("rmsnorm_quant", "gemma_rmsnorm_quant"):
     ADDED[_op] |= ROWS
 ADDED["layernorm_quant"] |= {"double_rounding": False}
+for _op in (*FP4, *MXFP8):
+    ADDED[_op] |= {"scale_rule": "up"}
+for _op in MXFP8:
+    ADDED[_op] |= {"is_sf_swizzled_layout": False, "enable_pdl": None}
+ADDED[SILU] |= {"scale": None, "enable_pdl": None}
 ADDED[DYNAMIC] |= {
     "residual": None,
     "granularity": "token",
@@ -202,6 +230,8 @@ def test_positional_calls(device: torch.device) -> None:
     for op in OPS:
         call = good(op, device)
         names = [name for name, _ in SIGNATURES[op]]
+        if FULL[op].placed == "swizzled" and "is_sf_swizzled_layout" not in names:
+            call.arguments["block_scale"] = None  # without the keyword scales lie by rows
         positional = [call.arguments.get(name) for name in names]
         result = getattr(flashnorm, op)(*positional)
         assert (result is None) == (op in (*STATIC, *FUSED, BLOCKED))

@@ -214,7 +214,7 @@ def test_a_warm_launch_runs_on_the_tensors_device(in_cpp, monkeypatch):
     where, nothing = torch.device("cuda", 1), dispatch.Explanation("rmsnorm", "cute", ())
     made = plan.Plan(lambda *_: seen.append(current[0]), lambda *_: None, (0, 1), (), where, nothing)
     tensors = make("cpu", 4, 64), make("cpu", 64, seed=1), torch.empty(4, 64), None
-    assert guard.guarded(RMSNORM, made, tensors)(1e-6, True, *tensors)
+    assert guard.guarded(RMSNORM, made, tensors, [1e-6])(1e-6, True, *tensors)
     assert seen == [1] and current == [0]
 
 

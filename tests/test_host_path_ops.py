@@ -12,7 +12,7 @@ import torch
 import flashnorm
 from flashnorm.core import guard
 from flashnorm.core.op import ALL, Op
-from tests.combos import COMBOS, DYNAMIC, STATIC, USUAL, Combo
+from tests.combos import COMBOS, DYNAMIC, FP4, MXFP8, SCALED, STATIC, USUAL, Combo
 from tests.inputs import rows
 from tests.judge import check
 from tests.problem import Problem
@@ -28,6 +28,7 @@ FORMS = tuple(
             next(c for c in COMBOS if c.op == "rmsnorm" and c.x == "i8" and c.out == "bf16"),
             next(c for c in COMBOS if c.op == "rmsnorm_quant" and c.index),
             next(c for c in COMBOS if c.op == "layernorm_quant" and c.double and c.x == "bf16"),
+            *[c for c in SCALED if c.x == "bf16"],
         )
     )
 )
@@ -164,6 +165,36 @@ def test_options_of_the_dynamic_operator_are_told_apart(kind: str, device: torch
                 for a, b in zip(got, want, strict=True):
                     assert a.dtype == b.dtype and a.stride() == b.stride()
                     assert_same_bits(a.contiguous(), b.contiguous(), str(word))
+
+
+@pytest.mark.parametrize("op", [*FP4, *MXFP8])
+def test_options_of_scaled_operators_are_told_apart(op: str, kind: str, device: torch.device) -> None:
+    """Also where the outputs are given, of the same size for several options, and by bytes."""
+    x = rows((128, 128), torch.bfloat16).to(device)
+    words: list[dict[str, Any]] = [{}, {"is_sf_swizzled_layout": True}, {"numerics": "hf-gemma"}]
+    if op in FP4:
+        words += [{"block_size": 32}, {"block_size": 32, "scale_format": "e4m3"}, {"global_scale": 3.0}]
+        words += [{"block_size": 32, "scale_rule": "ocp"}, {"block_size": 32, "is_sf_swizzled_layout": True}]
+    else:
+        words += [{"scale_rule": "ocp"}, {"scale_rule": "ocp", "is_sf_swizzled_layout": True}]
+    words += [{"output_both_sf_layouts": True}, {"y_out": torch.empty_like(x)}] if op == FP4[1] else []
+    codes = torch.zeros(128, 64 if op in FP4 else 128, dtype=torch.uint8, device=device)
+    names = {"y_fp4": codes} if op in FP4 else {"out": codes.view(torch.float8_e4m3fn)}
+    scale = torch.zeros(128, 8, dtype=torch.uint8, device=device)  # rows, or a tile or two: as many bytes
+
+    def made(word: dict[str, Any], given: bool) -> list[torch.Tensor]:
+        residual = {"residual": x.flip(0)} if op.startswith("add") else {}
+        outs = {**names, "block_scale": scale[:, : 128 // (word.get("block_size", 16 if op in FP4 else 32))]}
+        if outs["block_scale"].shape[1] == 4:  # dense
+            outs["block_scale"] = scale.view(-1)[:512].view(128, 4)
+        left = getattr(flashnorm, op)(x, weight=None, **residual, **word, **(outs if given else {}))
+        return [t.view(torch.uint8).reshape(-1).clone() for t in left]
+
+    with flashnorm.backend("torch"):
+        first = [made(word, False) for word in words]
+        for _ in range(2):
+            for word, want in zip(words, first, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(made(word, True), want, strict=True)), word
 
 
 def test_an_output_of_another_format_is_noticed(kind: str, device: torch.device) -> None:

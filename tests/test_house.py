@@ -33,6 +33,7 @@ LEVELS = {
     "core": 3,
     "ops": 4,
     "functional": 5,
+    "scales": 5,
     "api": 5,
     "ahead": 5,
     "nn": 6,

@@ -11,13 +11,17 @@ import torch
 from tests import oracles
 from tests.combos import (
     BF16,
-    BLOCKED,
     COMBOS,
+    DYNAMIC,
     FLOATS,
+    FP4,
     HIDDEN,
     HIDDEN_LONG,
+    MXFP8,
+    OLD,
     OPS,
     RMSNORMS,
+    SILU,
     TOKENS,
     USUAL,
     Combo,
@@ -40,7 +44,7 @@ def shapes(combo: Combo, route: str, full: bool) -> list[tuple[int, ...]]:
     would be too few to judge a share.
     """
     turn = COMBOS.index(combo)
-    hidden = every_hidden(combo) if combo.op == BLOCKED else HIDDEN if not full else HIDDEN + HIDDEN_LONG
+    hidden = every_hidden(combo) if combo.whole > 1 else HIDDEN if not full else HIDDEN + HIDDEN_LONG
     if combo not in RMSNORMS and not full:  # what they share with RMSNorm was seen there
         hidden = hidden[turn % 3 :: 3]
     elif combo in RMSNORMS and route == "cuda":
@@ -206,10 +210,10 @@ def test_every_choice_is_among_the_combinations() -> None:
     layers = [c for c in COMBOS if c.centred]
     for place in ("x", "weight", "bias", "residual"):
         assert {getattr(c, place) for c in layers} >= {*FLOATS} - ({"f16"} if place == "residual" else set())
-    static = [c for c in COMBOS if c.scale]
+    static = [c for c in COMBOS if c.scale and c.op in OLD]
     assert {(c.out, c.scale == "value") for c in static} == set(itertools.product(("e4m3", "e5m2"), (True, False)))
     assert {c.scale for c in static} == {"value", *FLOATS}
-    dynamic = [c for c in COMBOS if c.op == OPS[-1]]
+    dynamic = [c for c in COMBOS if c.op == DYNAMIC]
     for name, values in {
         "out": {"e4m3", "e5m2", "i8"},
         "form": {"fp32", "ue8m0", "ue8m0_packed"},
@@ -223,3 +227,24 @@ def test_every_choice_is_among_the_combinations() -> None:
         assert {getattr(c, name) for c in dynamic} == values, name
     assert {c.index for c in COMBOS} == {None, "i32", "i64"} and any(c.index and c.input_scale for c in COMBOS)
     assert {c.input_scale for c in COMBOS} == {None, "one", "rows"}
+    for family, values in {
+        FP4: {
+            "x": set(FLOATS),
+            "weight": {None, *FLOATS},
+            "residual": {None, *FLOATS},
+            "scale": {None, "value", "f32", "bf16"},
+            "placed": {"rows", "swizzled", "both"},
+            "rule": {"up", "ocp"},
+            "side": {True, False},
+        },
+        MXFP8: {"x": set(FLOATS), "residual": {None, "f32", "bf16"}, "placed": {"rows", "swizzled"}},
+        (SILU,): {"x": set(FLOATS), "out": {None, "e4m3", "e5m2", "e2m1"}, "scale": {None, "value", "f32"}},
+    }.items():
+        mine = [c for c in COMBOS if c.op in family]
+        for name, wanted in values.items():
+            assert {getattr(c, name) for c in mine} == wanted, name
+    fp4 = {(c.block, c.form, c.placed != "rows") for c in COMBOS if c.op in FP4}
+    assert fp4 >= {(16, "e4m3", False), (16, "e4m3", True), (32, "e4m3", False), (32, "ue8m0", True)}
+    assert {(c.rule, c.placed != "rows") for c in COMBOS if c.op in MXFP8} == {
+        *itertools.product(("up", "ocp"), (True, False))
+    }

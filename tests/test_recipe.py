@@ -57,11 +57,13 @@ def test_the_command_makes_the_variant_again():
     """Whatever the variant: the words of the message are the command that builds exactly it."""
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
-    op = commands.operators()["rmsnorm"]
-    for kernel in (k for k in KERNELS if k.op == "rmsnorm"):
-        words = shlex.split(commands.command(op, kernel.route, kernel.arch, kernel.variant))
-        assert words[:2] == ["flashnorm", "precompile"]
-        assert module.wanted(parser.parse_args(words[2:])) == [kernel]
+    operators = commands.operators()
+    op = operators["rmsnorm"]
+    for kernel in KERNELS:
+        if kernel.route in operators[kernel.op].routes:
+            words = shlex.split(commands.command(operators[kernel.op], kernel.route, kernel.arch, kernel.variant))
+            assert words[:2] == ["flashnorm", "precompile"]
+            assert module.wanted(parser.parse_args(words[2:])) == [kernel]
     odd = replace(KERNELS[0].variant, row_rank=2, vec=2)
     words = shlex.split(commands.command(op, "cute", "sm_90a", odd))
     assert words[0] == "echo" and words[2:] == ["|", "flashnorm", "precompile", "--recipe", "-", "--out", "DIR"]
@@ -118,6 +120,42 @@ def test_record_then_precompile_then_preload(tmp_path, cache):
     assert code == 0 and sorted(a["route"] for a in summary["artifacts"]) == ["cpu", "guard"]
     seen = look(PRELOAD.format(path=str(file)), out, cache)
     assert seen == {"ready": 1, "built": [], "later": [], "started": []}
+
+
+SCALED = """
+import json
+import torch
+started.clear()
+import flashnorm
+from flashnorm.core import plan
+x, w = torch.linspace(-3, 3, 5 * 512).reshape(5, 512).bfloat16(), torch.linspace(0.5, 2, 512).bfloat16()
+made = [
+    *flashnorm.rmsnorm_fp4quant(x, w, block_size=32, is_sf_swizzled_layout=True, scale_rule="ocp"),
+    *flashnorm.add_rmsnorm_fp4quant(x, x.clone(), w, global_scale=3.0, output_both_sf_layouts=True),
+    flashnorm.fused_rmsnorm_silu(x, w, out=torch.zeros(5, 512).to(torch.float8_e4m3fn), scale=0.25),
+]
+print(json.dumps(dict(
+    routes=[route for route, _, _ in plan._launches], started=started, made=[t.view(torch.uint8).tolist() for t in made]
+)))
+"""
+
+
+@needs_cxx
+def test_scaled_operators_from_a_folder(tmp_path, cache):
+    """What calls of any option used can be made beforehand, and serves where nothing can be compiled."""
+    shown = []
+    scope = {"started": [], "print": shown.append}
+    with flashnorm.record() as recorder, flashnorm.backend("cpu"):
+        exec(SCALED, scope)
+    file, out = recorder.save(tmp_path / "recipe.json"), tmp_path / "aot"
+    assert {kernel.op for kernel in recorder.kernels} == {
+        "rmsnorm_fp4quant_swizzled", "add_rmsnorm_fp4quant_both", "fused_rmsnorm_silu_quant",
+    }  # fmt: skip
+    code, summary, error = precompile("--recipe", str(file), "--out", str(out))
+    assert code == 0 and sorted(a["route"] for a in summary["artifacts"]) == ["cpu", "cpu", "cpu", "guard"], error
+    seen = look(SCALED, out, cache)
+    assert seen["routes"] == ["cpu"] * 3 and seen["started"] == []
+    assert seen["made"] == json.loads(shown[0])["made"]
 
 
 @needs_cxx

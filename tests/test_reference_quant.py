@@ -155,7 +155,7 @@ def test_blocks_to_the_byte(dtype: torch.dtype, block: int, scale_format: str) -
         out = torch.empty(y.shape, dtype=dtype)
         scale = torch.empty(len(y) + 3, -(-columns // 4) if packed else columns, dtype=kept)
         given = {"out": out, "scale": scale, "scale_ub": scale_ub}
-        want = model.programs._canonical_blocks(stage, y, given, {})  # type: ignore[arg-type]
+        want = model.stores.canonical_blocks(stage, y, given, {})  # type: ignore[arg-type]
         codes, scales = quantise.by_blocks(
             y.view(1, *y.shape), dtype, len(scale), block=block, floor=floor, cap=scale_ub, ratio=ratio,
             scale_format=scale_format,

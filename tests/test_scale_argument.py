@@ -121,9 +121,10 @@ def test_things_that_are_no_scale(combo: Combo, device: torch.device) -> None:
 def test_a_scale_that_was_just_written(combo: Combo, exact_route: str, device: torch.device) -> None:
     """Read on the device, after what wrote it: never by the host, never before the wait of a dependent launch."""
     problem = Problem(combo, (64, 4096), device)
-    call = problem.prepare()
-    scale = call.arguments["scale"] = torch.ones(1, device=device)
+    scale = torch.ones(1, device=device)
     for i in range(20):
+        call = problem.prepare()  # a residual is another one after a call
+        call.arguments["scale"] = scale
         scale.fill_(0.01 * (i + 1))
         got = call(exact_route).out
         assert_same_bits(got, Problem(combo, (64, 4096), device, scale=float(scale)).canonical().out, f"turn {i}")

@@ -85,6 +85,7 @@ def test_every_group_and_lane_has_one_owner(hidden_size):
         ({"cluster_n": 2}, "a cluster works on one row"),
         ({"hold": "shared"}, "staging"),
         ({"threads_per_row": 64, "num_threads": 1024}, "named barriers"),
+        ({"turns": 2}, "take turns"),
     ],
 )
 def test_bad_tiles_are_refused(change, text):

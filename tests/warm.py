@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.combos import BLOCKED, CHUNKED, COMBOS, USUAL, some_hidden
+from tests.combos import CHUNKED, COMBOS, LAID_OUT, fitting, some_hidden
 from tests.problem import Problem
 
 ROOT = Path(__file__).parent.parent
@@ -32,8 +32,8 @@ def problems(device: str) -> Iterator[tuple[str, Problem, str]]:
             yield "cute", Problem(combo, (2, h), device), "none"
     for combo in CHUNKED:
         yield "cute", Problem(combo, (2, 128), device), "none"
-    for combo in USUAL:
-        for shape in ((3, 5, 128), (19, 576), (5, 111)) if combo.op != BLOCKED else ((3, 5, 128), (19, 640)):
+    for combo in LAID_OUT:
+        for shape in ((3, 5, 128), fitting(combo, 19, 576), fitting(combo, 5, 111)):
             for layout in ("contiguous", "misaligned", "half", "transposed"):
                 for out in ("none", "heads", "misaligned") if not combo.in_place and len(shape) == 3 else ("none",):
                     yield "cute", Problem(combo, shape, device, layout=layout), out

@@ -157,6 +157,15 @@ FN_DEVICE void store(T* to, const Pack<T, N>& pack, Shifted at) {
   }
 }
 
+// Codes of a whole group, at any byte: they are not worth a warp's work.
+template <int M>
+FN_DEVICE void store_pairs(uint8_t* to, const Pack<uint8_t, M>& pack, Shifted at) {
+  FN_UNROLL
+  for (int i = 0; i < M; ++i) {
+    if (at.left > 0) to[i] = uint8_t(pack.words[i / 4] >> 8 * (i % 4));
+  }
+}
+
 }  // namespace detail
 #endif  // FN_KERNELS
 

@@ -62,6 +62,14 @@ FN_HOST_DEVICE float sqrt(float a) {
 #endif
 }
 
+// div(a, n), n >= 1. For a power of two the product with the exact reciprocal is the same number, rounded once.
+FN_HOST_DEVICE float div_by(float a, int n) {
+#if FN_DEVICE_CODE
+  if ((n & (n - 1)) == 0) return mul(a, float_of(0x7F000000u - bits_of(float(n))));  // 2^k: (127 + k) << 23
+#endif
+  return div(a, float(n));
+}
+
 // div(1, a): the device has an instruction sequence of its own for it, with the same bits.
 FN_HOST_DEVICE float reciprocal(float a) {
 #if FN_DEVICE_CODE

@@ -181,9 +181,16 @@ class RowReduce {
   template <class Join, int kSums, int kLanes>
   FN_DEVICE void fold(float (&folded)[kSums], float (&lane)[kSums][kLanes]) {
     static_assert(kSums <= kMost, "no room for so many");
-    if (kLanes == 1 && threads_ < 32) {
+    if (kThreads == 0 && threads_ < 32) {  // with all of a thread's lanes no more than 32
       FN_UNROLL
-      for (int k = 0; k < kSums; ++k) folded[k] = fold_part_of_warp<Join>(lane[k][0], threads_);
+      for (int k = 0; k < kSums; ++k) {
+        FN_UNROLL
+        for (int held = kLanes / 2; held >= 1; held /= 2) {
+          FN_UNROLL
+          for (int j = 0; j < held; ++j) lane[k][j] = Join::join(lane[k][j], lane[k][j + held]);
+        }
+        folded[k] = fold_part_of_warp<Join>(lane[k][0], threads_);
+      }
       return;
     }
     fold_warp<Join>(folded, lane);

@@ -33,6 +33,7 @@
 #include "stages/blocks.cuh"
 #include "stages/load.cuh"
 #include "stages/maps.cuh"
+#include "stages/nvfp4.cuh"
 #include "stages/stats.cuh"
 #include "stages/store.cuh"
 

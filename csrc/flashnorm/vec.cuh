@@ -129,6 +129,16 @@ inline void store(T* to, const Pack<T, N>& pack, Ragged access) {
   if (access.count > 0) std::memcpy(to, pack.words, (access.count < N ? access.count : N) * sizeof(T));
 }
 
+// M bytes of two codes each. All of them are there or none: a row is whole groups.
+template <int M, class Access>
+FN_HOST_DEVICE void store_pairs(uint8_t* to, const Pack<uint8_t, M>& pack, Access access) {
+  store(to, pack, access);
+}
+template <int M>
+inline void store_pairs(uint8_t* to, const Pack<uint8_t, M>& pack, Ragged access) {
+  store(to, pack, Ragged{access.count / 2});
+}
+
 }  // namespace detail
 
 // Rows of elements: a "row" operand, or a "vec" one (strides 0 where it is the same for every row).
@@ -155,6 +165,22 @@ struct RowRef {
   template <class U, int N, class Access>
   FN_HOST_DEVICE void store(const Pack<U, N>& pack, const At<Access>& at) const {
     detail::store(static_cast<U*>(row(at.row) + at.col), pack, at.access);
+  }
+};
+
+// Rows of two elements a byte: a "pairs" operand. Columns are those of elements.
+template <class T>
+struct PairsRef {
+  T* ptr;
+  int64_t outer_stride;
+  int64_t inner_stride;
+
+  FN_HOST_DEVICE void enter(Row row, int col) { ptr += row.outer * outer_stride + row.inner * inner_stride + col / 2; }
+
+  template <int M, class Access>
+  FN_HOST_DEVICE void store(const Pack<T, M>& pack, const At<Access>& at) const {
+    T* to = ptr + at.row.outer * outer_stride + at.row.inner * inner_stride + at.col / 2;
+    detail::store_pairs(to, pack, at.access);
   }
 };
 
@@ -198,6 +224,26 @@ struct BlocksRef {
 
   FN_HOST_DEVICE T& at(Row row, int column) const {
     return ptr[row.number * row_stride + column * column_stride];
+  }
+};
+
+// The same values in tiles of 128 rows and 4 columns, rows 32 apart beside each other (program/stores.py): a "swizzled"
+// operand, which has whole tiles.
+template <class T>
+struct SwizzledRef {
+  T* ptr;
+  int64_t rows;
+  int columns;
+  int hidden_size;
+
+  FN_HOST_DEVICE void enter(Row row) { ptr += start(row.number); }
+
+  FN_HOST_DEVICE T& at(Row row, int column) const { return ptr[start(row.number) + (column / 4 * 512 + column % 4)]; }
+
+ private:
+  FN_HOST_DEVICE int64_t start(int64_t row) const {
+    const int within = int(row % 128);
+    return row / 128 * (128 * int64_t(columns)) + (within % 32 * 16 + within / 32 * 4);
   }
 };
 

@@ -41,6 +41,7 @@ _SOURCES = tuple(
         "fp.cuh",
         "vec.cuh",
         "codec.cuh",
+        "codec4.cuh",
         "codec8.cuh",
         "reduce.cuh",
         "stages.cuh",

@@ -111,16 +111,21 @@ def check_present(op: Op, tensors: Sequence[Any]) -> None:
         )
 
 
+def check_whole_blocks(op: Op, hidden: int, block: int) -> None:
+    """That a row, of the first operand, is whole blocks."""
+    if hidden % block:
+        raise ValueError(
+            f"{op.called}: the last dimension of {op.label(op.operands[0])} must be a multiple of {block}, got {hidden}"
+        )
+
+
 def check_tensors(op: Op, program: RowProgram, tensors: Sequence[Any]) -> None:
     """Dtypes, devices and shapes of one call, by the operands that its program has."""
     x = tensors[0]
     kinds = {operand.name: operand for operand in program.operands()}
     store = program.store
-    if isinstance(store, BlockScales) and store.whole and x.shape[-1] % store.block:
-        raise ValueError(
-            f"{op.called}: the last dimension of {op.label(op.operands[0])} must be a multiple of {store.block}, "
-            f"got {x.shape[-1]}"
-        )
+    if isinstance(store, BlockScales) and store.whole:
+        check_whole_blocks(op, x.shape[-1], store.block)
     index = tensors[op.index("row_index")] if "row_index" in kinds else None
     rows = tuple(x.shape[:-1] if index is None else index.shape)
     for each, tensor in zip(op.operands, tensors, strict=True):
@@ -138,7 +143,8 @@ def check_tensors(op: Op, program: RowProgram, tensors: Sequence[Any]) -> None:
             assert isinstance(program.store, BlockScales)
             count, columns = math.prod(rows), program.store.columns(x.shape[-1], operand.kind)
             size, _ = scales_view(op, program, operand, tensor, count, x.shape[-1])
-            if len(size) != 2 or size[0] < count or size[1] != columns:
+            # Tiles have been compared with the rows already.
+            if operand.kind == "blocks" and (len(size) != 2 or size[0] < count or size[1] != columns):
                 raise ValueError(
                     f"{op.called}: {op.label(operand)} must hold {columns} values for each of {count} rows, "
                     f"got shape {tuple(tensor.shape)}"

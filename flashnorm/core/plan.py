@@ -150,18 +150,18 @@ def _choose_for(
     if settings.disable_jit:
         return _choose(op, device, failed, dispatch.UNASKED, unbuilt())
     forced = dispatch.forced_route(settings.backend, settings.use_cuda_norm)
-    have = dispatch.UNASKED if settings.aot_dirs else tools()
-    for route in dispatch.candidates(forced, op.routes, device):
+    candidates = dispatch.candidates(forced, op.routes, device)
+    for route in candidates:
         mine = frozenset({route})
-        if route in dict(failed) or dispatch.refusal(route, op.routes, device, have, mine) is not None:
+        if route in dict(failed) or dispatch.refusal(route, op.routes, device, dispatch.UNASKED, mine) is not None:
             continue
-        if settings.aot_dirs and _there(route, target_of(device), variant):
-            return _choose(op, device, failed, have, mine)
-        have = tools()
-        if dispatch.refusal(route, op.routes, device, have) is None:
-            break
+        # A kernel that is there needs no compiler: asking all of them takes longer than loading it. Where it is the
+        # second choice, people want to know what the first one lacks.
         if _there(route, target_of(device), variant):
-            return _choose(op, device, failed, have, mine)
+            unasked = settings.aot_dirs or route == candidates[0]
+            return _choose(op, device, failed, dispatch.UNASKED if unasked else tools(), mine)
+        if dispatch.refusal(route, op.routes, device, tools()) is None:
+            break
     return _choose(op, device, failed, tools(), frozenset())
 
 

@@ -7,34 +7,55 @@ whole row as one block needs an exchange between the warps, and then one more pa
 
 from cutlass import Int32
 
-from flashnorm.kernels.codec import encode, exponent_byte, pack, power_of_two, unpack
-from flashnorm.kernels.fp import all_ones_unless_zero, constant, div_rn, keep_raw, max_nan, min_nan, mul_rn, rcp_rn
+from flashnorm.kernels.codec import encode, pack, unpack
+from flashnorm.kernels.codec4 import LARGEST_E2M1, encode_products, encode_quotients, unit
+from flashnorm.kernels.fp import constant, div_rn, max_nan, min_nan, mul_rn, rcp_rn
 from flashnorm.kernels.memory import GROUP, warp_barrier
 from flashnorm.kernels.reduce import butterfly, largest, row_max
-from flashnorm.program import Round
+from flashnorm.kernels.scales import (
+    e4m3_byte,
+    e4m3_value,
+    factor_of,
+    floor_byte,
+    inverse_parts,
+    is_nan,
+    is_nan_e4m3,
+    masked,
+    masks,
+    sixth,
+    up_byte,
+)
+from flashnorm.program import SCALES, Round
 
 LARGEST_CODE = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+NAN_CODES = {"float8_e4m3fn": 0x7F7F7F7F, "float8_e5m2": 0x7F7F7F7F, "int8": 0}  # of four elements
+NAN_E2M1 = 0x77777777  # of eight
 FLT_MAX = (2 - 2**-23) * 2.0**127
 PACKED = 4  # bytes of an int32
 
 
-class QuantBlocksStore:
-    """a from a block's largest |y|; s = div(a, Q), or a power of two; out = cast(mul(y, div(1, s)))."""
+class BlockStore:
+    """A store that goes over a row by blocks, and finds a scale for each.
 
-    def __init__(self, k, stage, scalars):
+    Subclasses say what `_scale(amax)` makes of a block's largest |y|: (what is stored, what `_codes` needs, masks for
+    the codes); and `_codes(y, what)`: raw registers.
+    """
+
+    def __init__(self, k, stage):
         self.k, self.stage = k, stage
-        self.out = k.variant.dtype("out")
-        self.cap = k.load_one("scale_ub") if stage.cap == "device" else scalars.get("scale_ub_value")
+        self.pairs = next(o.kind for o in stage.operands() if o.name == "out") == "pairs"
+        self.scales = [o for o in stage.operands() if o.kind in SCALES]
 
     def __call__(self, row, stats):
-        if self.stage.block:
-            self._by_block(row, stats)
-        else:
-            self._by_row(row, stats)
-        if self.stage.packed:
-            self._clear_rest()
+        self._by_block(row, stats)
+        self._clear_columns()
 
-    # ------------------------------------------------------------------ the two ways over a row
+    def _scale(self, amax):
+        raise NotImplementedError
+
+    def _codes(self, y, how):
+        raise NotImplementedError
+
     def _by_block(self, row, stats):
         k, groups = self.k, self.stage.block // GROUP
         threads = min(groups, k.tile.threads)
@@ -42,12 +63,55 @@ class QuantBlocksStore:
             raise ValueError(f"a block of {self.stage.block} needs {groups} threads a row: {k.tile}")
         first = ((k.thread & Int32(threads - 1)) == Int32(0)).to(Int32)
         for j, y in row.outputs(stats):
-            amax = butterfly(largest(row.present(j, y)), threads, max_nan)
-            scale, factor, some = self._scale(amax)
-            self._store(j, y, factor, some)
+            # Of whole blocks a thread has what its neighbours have: elements, or nothing that is stored.
+            amax = butterfly(largest(y if self.stage.whole else row.present(j, y)), threads, max_nan)
+            scale, how, some = self._scale(amax)
+            self._store(j, y, how, some)
             there = k.has_group(j)
             block = k.thread // Int32(groups) + Int32(j * k.tile.threads // groups)
-            k.store_block("scale", block, scale, first if there is None else first & there)
+            for operand in self.scales:
+                k.store_block(operand.name, block, scale, first if there is None else first & there)
+
+    def _store(self, j, y, how, some):
+        codes = [masked(c, *some) for c in self._codes(y, how)]
+        if self.pairs:
+            self.k.store_pairs("out", j, codes[0])
+        else:
+            self.k.store("out", j, codes)
+        if self.stage.side:
+            self.k.store("normed_out", j, pack(y, self.k.variant.dtype("normed_out")))
+
+    def _clear_columns(self):
+        """Zero the columns of swizzled scales that no block has."""
+        hidden_size = self.k.tile.hidden_size
+        for operand in self.scales:
+            self._clear(operand, self.stage.blocks(hidden_size), self.stage.columns(hidden_size, operand.kind))
+
+    def _clear(self, operand, begin, end):
+        first = (self.k.thread == Int32(0)).to(Int32)
+        for missing in range(begin, end):
+            self.k.store_block(operand.name, Int32(missing), Int32(0).ir_value(), first)
+
+
+class QuantBlocksStore(BlockStore):
+    """a from a block's largest |y|; s = div(a, Q), or a power of two; out = cast(mul(y, div(1, s)))."""
+
+    def __init__(self, k, stage, scalars):
+        super().__init__(k, stage)
+        self.out = k.variant.dtype("out")
+        self.largest = LARGEST_E2M1 if stage.fp4 else LARGEST_CODE[self.out]
+        self.cap = k.load_one("scale_ub") if stage.cap == "device" else scalars.get("scale_ub_value")
+
+    def __call__(self, row, stats):
+        if self.stage.block:
+            self._by_block(row, stats)
+        else:
+            self._by_row(row, stats)
+        if self.stage.packed:  # bytes of an int32 that no block has
+            hidden_size = self.k.tile.hidden_size
+            self._clear(self.scales[0], self.stage.blocks(hidden_size), self.stage.columns(hidden_size) * PACKED)
+        else:
+            self._clear_columns()
 
     def _by_row(self, row, stats):
         k, dtype = self.k, self.k.variant.rounding
@@ -72,26 +136,42 @@ class QuantBlocksStore:
 
     # ------------------------------------------------------------------ one block
     def _scale(self, amax):
-        """(what is stored, what y is multiplied by, a mask for the codes) from the largest |y| of a block."""
-        some = all_ones_unless_zero(amax)
-        a = max_nan(min_nan(amax, constant(FLT_MAX)), constant(self.stage.floor))
+        a, largest_code = min_nan(amax, constant(FLT_MAX)), constant(self.largest)
+        a = max_nan(a, constant(self.stage.floor)) if self.stage.floor else a
         a = a if self.cap is None else min_nan(a, self.cap)
-        largest_code = constant(LARGEST_CODE[self.out])
-        stored = s = div_rn(a, largest_code)
+        some = masks(amax, is_nan(a), NAN_E2M1 if self.stage.fp4 else NAN_CODES[self.out])
         if self.stage.ue8m0:
-            stored = exponent_byte(s)
-            s = power_of_two(stored)
-        return stored, div_rn(largest_code, a) if self.stage.ratio else rcp_rn(s), some
+            byte = (floor_byte if self.stage.ocp else up_byte)(a, self.largest)
+            factor = factor_of(byte)
+            return byte, mul_rn(factor, constant(1 / unit(self.k.native_fp4))) if self.stage.fp4 else factor, some
+        s = div_rn(a, largest_code)
+        return s, div_rn(largest_code, a) if self.stage.ratio else rcp_rn(s), some
 
-    def _store(self, j, y, factor, some):
-        codes = encode([mul_rn(v, factor) for v in y], self.out, self.k.sm)
-        self.k.store("out", j, [keep_raw(c, some) for c in codes])
-        if self.stage.side:
-            self.k.store("normed_out", j, pack(y, self.k.variant.dtype("normed_out")))
+    def _codes(self, y, factor):
+        if self.pairs:
+            return [encode_products(y, factor, self.k.native_fp4)]
+        return encode([mul_rn(v, factor) for v in y], self.out, self.k.sm)
 
-    def _clear_rest(self):
-        """Zero the bytes of a packed scale that no block has."""
-        hidden_size = self.k.tile.hidden_size
-        first = (self.k.thread == Int32(0)).to(Int32)
-        for missing in range(self.stage.blocks(hidden_size), self.stage.columns(hidden_size) * PACKED):
-            self.k.store_block("scale", Int32(missing), Int32(0).ir_value(), first)
+
+class QuantNvfp4Store(BlockStore):
+    """scale = e4m3(min(mul(G, div(amax, 6)), 448)); code = e2m1(div(mul(y, G), f(scale))).
+
+    The minimum is what the conversion does with more than the largest code.
+    """
+
+    def __init__(self, k, stage, scalars):
+        super().__init__(k, stage)
+        self.gain = k.load_one("global_scale") if stage.global_scale == "device" else scalars.get("global_scale_value")
+
+    def _scale(self, amax):
+        gain = self.gain  # without it a quotient that is subnormal makes a scale of 0, whatever its last bits are
+        wanted = sixth(min_nan(amax, constant(FLT_MAX)), tiny=gain is not None)
+        byte = e4m3_byte(wanted if gain is None else mul_rn(gain, wanted), self.k.sm)
+        value = e4m3_value(byte, unit(self.k.native_fp4))
+        some = masks(amax, is_nan_e4m3(byte), NAN_E2M1, byte)
+        return byte, (value, inverse_parts(value)), some
+
+    def _codes(self, y, how):
+        value, inverse = how
+        scaled = y if self.gain is None else [mul_rn(v, self.gain) for v in y]
+        return [encode_quotients(scaled, value, inverse, self.k.native_fp4)]

@@ -11,8 +11,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
 from flashnorm.kernels.fp import asm, asm_many
-
-NATIVE_FP8 = 89  # the first compute capability that has instructions for it
+from flashnorm.kernels.tile import NATIVE_FP8
 
 
 def _each(count, code):
@@ -128,22 +127,3 @@ def encode(values, dtype, sm):
     else:
         code = _native(FP8[dtype]) if sm >= NATIVE_FP8 else _emulated(FP8[dtype])
     return [asm(T.i32(), code, "=r,f,f,f,f", values[i : i + 4]) for i in range(0, len(values), 4)]
-
-
-# ------------------------------------------------------------------ exponents as bytes (ue8m0)
-def exponent_byte(s):
-    """127 + the least e with 2^e >= s, from 0 (2^-127, and whatever is less) to 254; 255 for NaN; int32 of an fp32."""
-    code = (
-        "{ .reg .pred p; setp.le.s32 p, $1, 0x00400000; add.u32 $0, $1, 0x007fffff; shr.u32 $0, $0, 23; "
-        "min.u32 $0, $0, 255; selp.b32 $0, 0, $0, p; }"
-    )
-    return asm(T.i32(), code, "=&r,f", (s,))
-
-
-def power_of_two(byte):
-    """The fp32 number that an exponent byte means."""
-    code = (
-        "{ .reg .pred p, q; setp.eq.s32 p, $1, 0; setp.eq.s32 q, $1, 255; shl.b32 $0, $1, 23; "
-        "selp.b32 $0, 0x00400000, $0, p; selp.b32 $0, 0x7fffffff, $0, q; }"
-    )
-    return asm(T.f32(), code, "=&f,r", (byte,))

@@ -12,8 +12,8 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from flashnorm.kernels.plans import plans_for
 from flashnorm.kernels.row_forward import RowForward
-from flashnorm.kernels.tile import WIDTH, sm_of
-from flashnorm.program import Operand, QuantBlocks, Variant
+from flashnorm.kernels.tile import WIDTH, converts_fp4, sm_of
+from flashnorm.program import SCALES, BlockScales, Operand, Variant
 
 ENTRY_POINT = "launch"
 _TRACING = threading.Lock()  # the DSL traces one function at a time in a process
@@ -60,10 +60,10 @@ def fake(operand: Operand, variant: Variant, sizes: Sizes):
     """A tensor that is not there: H is fixed, every other extent and every outer stride is a 64-bit unknown."""
     name, hidden = variant.dtype(operand.name), variant.hidden_size
     outer: tuple = sizes.outer
-    if operand.kind == "blocks":
+    if operand.kind in SCALES:
         store = variant.program.store
-        assert isinstance(store, QuantBlocks)
-        outer = (cute.sym_int64(), store.columns(hidden))
+        assert isinstance(store, BlockScales)
+        outer = (cute.sym_int64(), store.columns(hidden, operand.kind))
     elif operand.kind in ("pool", "per_pool"):
         outer = (sizes.pool,)
     elif operand.kind == "scalar":
@@ -71,7 +71,9 @@ def fake(operand: Operand, variant: Variant, sizes: Sizes):
     elif operand.kind == "vec" and operand.name not in variant.row_vecs:
         outer = ()
     strides = tuple(cute.sym_int64() for _ in outer)
-    if operand.kind not in ("row", "pool", "vec"):
+    if operand.kind == "pairs":
+        hidden //= 2
+    if operand.kind not in ("row", "pairs", "pool", "vec"):
         return make_fake_tensor(DTYPES[name], outer, stride=strides, assumed_align=WIDTH[name])
     align = min(16, variant.vec * WIDTH[name])
     return make_fake_tensor(DTYPES[name], (*outer, hidden), stride=(*strides, 1), assumed_align=align)
@@ -93,7 +95,7 @@ def compile_variant(variant: Variant, arch: str, *, plans=None, inspect: bool = 
     if unknown:
         raise ValueError(f"dtypes must be among {sorted(DTYPES)}, got {unknown}")
     plans = plans or plans_for(variant, arch)
-    kernel = RowForward(variant, plans, sm_of(arch))
+    kernel = RowForward(variant, plans, sm_of(arch), converts_fp4(arch))
     sizes = Sizes(tuple(cute.sym_int64() for _ in range(variant.row_rank)), cute.sym_int64())
     operands = [fake(o, variant, sizes) for o in variant.program.operands()]
     scalars = [cutlass.Float32(0.0) for _ in variant.program.scalars()]

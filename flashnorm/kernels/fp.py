@@ -104,16 +104,6 @@ def keep(value, bits):
     return asm(T.f32(), "and.b32 $0, $1, $2;", "=f,f,r", (value, bits))
 
 
-def keep_raw(reg, bits):
-    """The same for a raw register."""
-    return asm(T.i32(), "and.b32 $0, $1, $2;", "=r,r,r", (reg, bits))
-
-
-def all_ones_unless_zero(value):
-    """An int32 mask: all ones where the fp32 `value` is not +0."""
-    return asm(T.i32(), "{ .reg .pred p; setp.ne.b32 p, $1, 0; selp.b32 $0, -1, 0, p; }", "=r,f", (value,))
-
-
 def choose(condition, value, other):
     """`value` where the int32 `condition` is not 0, else `other`; fp32."""
     code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; selp.b32 $0, $2, $3, p; }"

@@ -4,6 +4,8 @@ Reload policy, staging, masks, strides and alignment are settled here. Stages sp
 groups by round: round j of thread t is group t + j * T of the row. All loops over rounds run while tracing.
 """
 
+from copy import copy
+
 from cutlass import Int32, Int64
 from cutlass._mlir.dialects import cute as cute_ir
 
@@ -11,7 +13,7 @@ from flashnorm.kernels import memory
 from flashnorm.kernels.codec import unpack
 from flashnorm.kernels.fp import constant, hide, keep
 from flashnorm.kernels.tile import SLOT, WIDTH, needs_of
-from flashnorm.program import RowProgram
+from flashnorm.program import SCALES, TILE_COLUMNS, TILE_ROWS, RowProgram
 
 ONE_VALUE = ("per_row", "per_pool", "scalar")  # kinds of operands without a hidden dimension
 
@@ -29,7 +31,7 @@ def row_count(tensor, rank):
 
 def pads(program: RowProgram) -> bool:
     """Whether the grid has rows beyond the last one, which only write the padding of an operand."""
-    return any(operand.kind == "blocks" for operand in program.operands())
+    return any(operand.kind in SCALES for operand in program.operands())
 
 
 class Frame:
@@ -46,7 +48,10 @@ class Frame:
         thread: the thread's number among all that share the row (over the whole cluster).
         pool_ok: whether the row's index lies in the pool (int32), or None where rows are not picked.
         held: what a load stage keeps for the later passes, by round (hold="registers").
+        native_fp4: the target has conversions to e2m1.
     """
+
+    native_fp4 = False
 
     def __init__(self, tile, variant, sm, tensors, tid, bid, shared_base):
         self.tile, self.variant, self.sm, self.tensors, self.tid = tile, variant, sm, tensors, tid
@@ -63,44 +68,60 @@ class Frame:
         needs = needs_of(variant)
         self._exchange_base = shared_base + self.row_in_cta * Int32(needs.exchanges * tile.blocks * 4)
         self.stage_base = shared_base + Int32(tile.exchange_bytes(needs)) + tid * Int32(SLOT)
-        self._place_row(block)
+        self._block = block
+        self._place_row(0)
 
-    def _place_row(self, block):
+    def following(self, turn):
+        """The view of the row that the same threads work on in a later turn; what is not its own stays loaded."""
+        other = copy(self)
+        other.held, other._passes = {}, 0
+        ours = {o.name for o in self.operands.values() if o.kind in ("vec", "scalar")} - self.by_row
+        other._bases = {name: base for name, base in self._bases.items() if name in ours}
+        other._raw = {(name, j): raw for (name, j), raw in self._raw.items() if name in ours}
+        other._place_row(turn)
+        return other
+
+    def _place_row(self, turn):
         """Threads past the last row repeat it for loads, and store nothing; see also `clear_padding`."""
         self.by_row = {
-            o.name for o in self.operands.values() if o.kind in ("row", "per_row") or o.name in self.variant.row_vecs
+            o.name
+            for o in self.operands.values()
+            if o.kind in ("row", "pairs", "per_row") or o.name in self.variant.row_vecs
         }
         tensor = next(self.tensors[o.name] for o in self.operands.values() if o.kind == "row")
         plain = self.variant.row_rank == 1
         self._count = row_count(tensor, self.variant.row_rank)
         self.next_pass()
-        self.row, self.row_ok = Int64(block) * Int64(self.tile.rows) + Int64(self.row_in_cta), None
+        self.row, self.row_ok = Int64(self._block) * Int64(self.tile.all_rows) + Int64(self.row_in_cta), None
+        if turn:
+            self.row = self.row + Int64(turn * self.tile.rows)
         row = self.row
         self.padded = pads(self.variant.program)
-        if self.tile.rows > 1 or self.padded:
+        several = self.tile.all_rows > 1
+        if several or self.padded:
             inside = (row < self._count).to(Int64)
-            self.row_ok = inside.to(Int32) if self.tile.rows > 1 else None
+            self.row_ok = inside.to(Int32) if several else None
             row = inside * row + (Int64(1) - inside) * (self._count - Int64(1))
         self.coords = (row,) if plain else (row // extent(tensor, 1), row % extent(tensor, 1))
 
     def clear_padding(self):
-        """Zero the padding of a "blocks" operand, whose rows from the last one on have threads of their own.
+        """Zero the padding of scales, whose rows from the last one on have threads of their own.
 
         A CTA that has such a row and no other ends here; in others, these threads go on without loads and stores.
         """
-        name = next(o.name for o in self.operands.values() if o.kind == "blocks")
-        tensor, threads = self.tensors[name], self.tile.threads
-        beyond = (self.row >= self._count).to(Int32)
-        mine = beyond & (self.row < extent(tensor, 0)).to(Int32)
-        for at in range(0, tensor.shape[1], threads):
-            item = self.thread + Int32(at)
-            pred = (mine & (item < Int32(tensor.shape[1])).to(Int32)).ir_value()
-            address = self._item(name, item).ir_value()
-            if WIDTH[self.variant.dtype(name)] == 4:
-                memory.store_f32(address, constant(0.0), pred)
-            else:
-                memory.store_byte(address, Int32(0).ir_value(), pred)
-        if self.tile.rows == 1:
+        threads, beyond = self.tile.threads, (self.row >= self._count).to(Int32)
+        for name in (o.name for o in self.operands.values() if o.kind in SCALES):
+            tensor = self.tensors[name]
+            mine = beyond & (self.row < extent(tensor, 0)).to(Int32)
+            for at in range(0, tensor.shape[1], threads):
+                item = self.thread + Int32(at)
+                pred = (mine & (item < Int32(tensor.shape[1])).to(Int32)).ir_value()
+                address = self._item(name, item).ir_value()
+                if WIDTH[self.variant.dtype(name)] == 4:
+                    memory.store_f32(address, constant(0.0), pred)
+                else:
+                    memory.store_byte(address, Int32(0).ir_value(), pred)
+        if self.tile.all_rows == 1:
             memory.leave(beyond.ir_value())
 
     def pick_row(self, index):
@@ -115,7 +136,7 @@ class Frame:
         """int64 address of round 0 of this thread (of the one value where there is no hidden dimension)."""
         if name not in self._bases:
             tensor, kind = self.tensors[name], self.operands[name].kind
-            at = Int64(0) if kind in ONE_VALUE else Int64(self.thread) * Int64(memory.GROUP)
+            at = Int64(0) if kind in ONE_VALUE else Int64(self.thread) * Int64(self._group_size(name))
             coords = self.coords if name in self.by_row else ()
             for coord, stride in zip(
                 (self.pool_row,) if kind in ("pool", "per_pool") else coords, tensor.stride, strict=False
@@ -124,8 +145,12 @@ class Frame:
             self._bases[name] = tensor.iterator.toint() + at * Int64(WIDTH[self.variant.dtype(name)])
         return self._bases[name]
 
+    def _group_size(self, name):
+        """Elements of the tensor that a group is: two of a row's are one of pairs."""
+        return memory.GROUP // 2 if self.operands[name].kind == "pairs" else memory.GROUP
+
     def _address(self, name, j):
-        offset = j * self.tile.threads * memory.GROUP * WIDTH[self.variant.dtype(name)]
+        offset = j * self.tile.threads * self._group_size(name) * WIDTH[self.variant.dtype(name)]
         return (self._base(name) + Int64(offset)).ir_value()
 
     def mask(self, j):
@@ -228,6 +253,10 @@ class Frame:
         each = memory.planes_of(self.variant.dtype(name))
         return (self.stage_base + Int32((before * self.tile.rounds + j * each) * plane)).ir_value(), plane
 
+    def has(self, name):
+        """Whether an operand was loaded, in a turn before this one."""
+        return (name, 0) in self._raw
+
     def load(self, name, rounds):
         """Issue the loads of some rounds; `raw` hands them out."""
         dtype = self.variant.dtype(name)
@@ -277,6 +306,11 @@ class Frame:
         guard = self._guard(j, self.row_ok)
         memory.store_group(self._address(name, j), regs, dtype, self.tile.vec, **guard, streaming=self.tile.streaming)
 
+    def store_pairs(self, name, j, reg):
+        """The codes of a group; a row of them is whole groups."""
+        full = self._guard(j, self.row_ok)["full"]
+        memory.store_pairs(self._address(name, j), reg, self.tile.vec, full)
+
     def store_per_row(self, name, value):
         """One fp32 value a row, by the row's first thread."""
         first = (self.thread == Int32(0)).to(Int32)
@@ -297,8 +331,13 @@ class Frame:
         memory.store_byte((self._item(name, item) + Int64(byte)).ir_value(), value, pred)
 
     def _item(self, name, at):
-        """int64 address of value `at` (Int32) of this row in a "blocks" operand."""
+        """int64 address of value `at` (Int32) of this row in an operand of scales."""
         tensor = self.tensors[name]
+        if self.operands[name].kind == "swizzled":
+            tiles = (self.row >> Int64(7)) * Int64(tensor.shape[1] * TILE_ROWS)
+            row = ((self.row & Int64(31)) << Int64(4)) + (((self.row >> Int64(5)) & Int64(3)) << Int64(2))
+            column = (at >> Int32(2)) * Int32(TILE_ROWS * TILE_COLUMNS) + (at & Int32(3))
+            return tensor.iterator.toint() + tiles + row + Int64(column)
         offset = self.row * Int64(tensor.stride[0]) + Int64(at) * Int64(tensor.stride[1])
         return tensor.iterator.toint() + offset * Int64(WIDTH[self.variant.dtype(name)])
 

@@ -2,7 +2,8 @@
 
 from flashnorm.kernels.codec import round_to
 from flashnorm.kernels.fp import add_rn, constant, fma_rn, mul_rn
-from flashnorm.program import Affine, AffineBias, Bias, Round
+from flashnorm.kernels.silu import silu
+from flashnorm.program import Affine, AffineBias, Bias, Round, Silu
 
 
 def affine(k, stage, j, n):
@@ -32,4 +33,4 @@ def round_(k, stage, j, n):
     return round_to(n, k.variant.rounding)
 
 
-MAPS = {Affine: affine, AffineBias: affine_bias, Bias: bias, Round: round_}
+MAPS = {Affine: affine, AffineBias: affine_bias, Bias: bias, Round: round_, Silu: silu}

@@ -102,6 +102,19 @@ def store_group(addr, regs_in, dtype, vec, *, full=None, tail=None, tail_count=0
     asm(None, "{ " + " ".join(lines) + " }", constraints, (addr, *regs_in, *operands), effect=True)
 
 
+def store_pairs(addr, reg, vec, pred):
+    """The codes of one group, two to a byte, at an address of `vec` bytes' alignment."""
+    n = min(4, vec)
+    head, operands, names = _guards(2, pred, None)
+    lines = [PART_REGS[1], head]
+    for at in range(0, 4, n):
+        value = "$1" if at == 0 else "part"
+        shift = "" if at == 0 else f"shr.u32 part, $1, {8 * at}; "
+        lines.append(f"{shift}{names.get('p', '')}st.global.{'b' if n == 4 else 'u'}{8 * n} [$0+{at}], {value};")
+    constraints = ",".join(["l"] + ["r"] * (1 + len(operands)))
+    asm(None, "{ " + " ".join(lines) + " }", constraints, (addr, reg, *operands), effect=True)
+
+
 def prefetch(addr, pred):
     """Ask for the line of `addr` to be brought to L2, where `pred` (int32 or None) holds."""
     if pred is None:

@@ -35,6 +35,8 @@ class Shape:
     streaming: bool = False
     shared: bool = False  # the row waits in shared memory where registers would hold it too
     late_residual: bool = False
+    turns: int = 1
+    batch: int = 0  # rounds whose vectors are loaded together; 0: as many as registers allow
     two: Shape | None = None  # in place of this one where two operands are loaded by rows
     mean: Shape | None = None  # in place of this one for LayerNorm's three sums and two vectors
     narrow: Shape | None = None  # in place of this one where results take a byte an element
@@ -45,10 +47,19 @@ def _wide(threads: int, cluster: int, early_weights: bool) -> Shape:
 
 
 # Three sums are two barriers, and weight and bias in fp32 are four times a bf16 row. Few warps a row, with weights for
-# a few groups at a time, leave registers for several rows on an SM (H200, fp32 weight and bias, 16384 x 7168: 122 us
-# on 128 threads, 153 on 256, 190 on 512, 302 with the weights loaded early).
-def _thin(threads: int) -> Shape:
-    return Shape(threads, threads, early_weights=False, signal_early=True)
+# a few groups at a time, leave registers for several rows on an SM (H200, fp32 weight and bias, 16384 x 7168: 121 us
+# on 128 threads, 153 on 256, 190 on 512, 302 with the weights loaded early). Clusters lose what the vectors gain from
+# an L1 that several rows share (8192 x 16384: 141 us on one CTA, 170 on two).
+def _thin(threads: int, batch: int = 0, shared: bool = False) -> Shape:
+    return Shape(threads, threads, early_weights=False, signal_early=True, shared=shared, batch=batch)
+
+
+# Where a row is a few groups, its three sums cost as many instructions as its elements: four rows in turn share the
+# vectors in registers (32768 x 128: 6.2 us, 7.5 with one row and late vectors; two rows on 8 threads in half of the
+# registers 5.7, but that spills). Beyond what runs at once that is as fast as memory goes, and fewer threads are better
+# (262144 x 128: 35.0 us on 4, 35.1 on 8 with four rows in turn).
+_NARROW_MEAN = Shape(16, 128, turns=4)
+_MANY_NARROW_MEAN = Shape(4, 64, early_weights=False, batch=4)
 
 
 # The classes of M, by their largest M, and for each the tile by the size of a row: the largest number of 16-bit
@@ -67,6 +78,49 @@ def _thin(threads: int) -> Shape:
 def _soon(threads: int, cta: int, cluster: int = 1, mean: Shape | None = None) -> Shape:
     return Shape(threads, cta, cluster, signal_early=True, prefetch="all", mean=mean)
 
+
+def _narrow(mean: Shape) -> tuple[int, Shape]:
+    return 256, Shape(16, 256, mean=mean, narrow=Shape(8, 128, two=Shape(16, 256)))
+
+
+# Of many rows, those beyond 256.
+_WIDE: tuple[tuple[int, Shape], ...] = (
+    (1536, Shape(32, 128, streaming=True)),
+    (6144, Shape(256, 256, mean=_thin(128), narrow=Shape(128, 128, two=Shape(256, 256)))),
+    (
+        8192,
+        Shape(
+            512,
+            1024,
+            shared=True,
+            two=Shape(512, 512),
+            mean=_thin(128),
+            narrow=Shape(256, 256, two=Shape(512, 512)),
+        ),
+    ),
+    (
+        16384,
+        Shape(
+            512,
+            512,
+            mean=_thin(256, 1),
+            narrow=Shape(256, 256, early_weights=False, two=Shape(512, 512)),
+        ),
+    ),
+    (
+        32768,
+        Shape(
+            512,
+            512,
+            early_weights=False,
+            mean=Shape(256, 256, early_weights=False, shared=True),
+            narrow=Shape(512, 512, early_weights=False, two=Shape(1024, 1024)),
+        ),
+    ),
+    (65536, Shape(1024, 1024, early_weights=False, shared=True)),
+    (131072, _wide(256, 4, early_weights=False)),
+    (1 << 30, _wide(128, 8, early_weights=True)),
+)
 
 CLASSES: tuple[tuple[int | None, tuple[tuple[int, Shape], ...]], ...] = (
     (
@@ -101,7 +155,12 @@ CLASSES: tuple[tuple[int | None, tuple[tuple[int, Shape], ...]], ...] = (
             (256, Shape(16, 256)),
             (1536, Shape(32, 128)),
             (4096, Shape(256, 256, mean=_thin(128))),
-            (8192, Shape(128, 128, early_weights=False, signal_early=True, streaming=True)),
+            (
+                8192,
+                Shape(
+                    128, 128, early_weights=False, signal_early=True, streaming=True, mean=_thin(128, 1, shared=True)
+                ),
+            ),
             (16384, Shape(256, 256, early_weights=False)),
             (32768, Shape(512, 512, early_weights=False)),
             (65536, Shape(1024, 1024, early_weights=False, shared=True)),
@@ -109,53 +168,22 @@ CLASSES: tuple[tuple[int | None, tuple[tuple[int, Shape], ...]], ...] = (
             (1 << 30, _wide(128, 8, early_weights=True)),
         ),
     ),
-    (
-        None,
-        (
-            (256, Shape(16, 256, mean=Shape(8, 128, early_weights=False), narrow=Shape(8, 128, two=Shape(16, 256)))),
-            (1536, Shape(32, 128, streaming=True)),
-            (6144, Shape(256, 256, mean=_thin(128), narrow=Shape(128, 128, two=Shape(256, 256)))),
-            (
-                8192,
-                Shape(
-                    512,
-                    1024,
-                    shared=True,
-                    two=Shape(512, 512),
-                    mean=_thin(128),
-                    narrow=Shape(256, 256, two=Shape(512, 512)),
-                ),
-            ),
-            (
-                16384,
-                Shape(
-                    512,
-                    512,
-                    mean=_thin(256),
-                    narrow=Shape(256, 256, early_weights=False, two=Shape(512, 512)),
-                ),
-            ),
-            (
-                32768,
-                Shape(
-                    512,
-                    512,
-                    early_weights=False,
-                    mean=Shape(256, 256, early_weights=False, shared=True),
-                    narrow=Shape(512, 512, early_weights=False, two=Shape(1024, 1024)),
-                ),
-            ),
-            (65536, Shape(1024, 1024, early_weights=False, shared=True)),
-            (131072, _wide(256, 4, early_weights=False)),
-            (1 << 30, _wide(128, 8, early_weights=True)),
-        ),
-    ),
+    (98304, (_narrow(_NARROW_MEAN), *_WIDE)),
+    (None, (_narrow(_MANY_NARROW_MEAN), *_WIDE)),
 )
 
 
 def has_clusters(sm: int) -> bool:
     """Distributed shared memory, worth its barrier: sm_90 and the data-centre and embedded parts after it."""
     return 90 <= sm < 120
+
+
+def _dense(hidden_size: int) -> Shape | None:
+    """Threads that have the same number of groups each, two to five; None where no power of two divides them so."""
+    groups, threads = -(-hidden_size // GROUP), WARP
+    while threads > 1 and (groups % threads or groups // threads < 2):
+        threads //= 2
+    return Shape(threads, 128) if 2 <= groups // threads <= 5 and groups % threads == 0 else None
 
 
 def _shape(size: int, rows: int, sm: int, heavy: bool) -> Shape:
@@ -210,6 +238,8 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
     elif shape.narrow is not None and needs.narrow:
         shape = shape.narrow
     shape = shape.two if shape.two is not None and len(loaded) > 1 else shape
+    if needs.dense and rows > 3072:
+        shape = _dense(hidden_size) or shape
     cluster = min(shape.cluster, max(1, lanes(hidden_size) // WARP))
     threads = min(max(shape.threads, needs.least), lanes(hidden_size) // cluster)
     cta = threads * (shape.cta // shape.threads) if threads >= WARP else shape.cta
@@ -219,11 +249,13 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
     )  # fmt: skip
     if _registers_suffice(tile, held) and not shape.shared:
         early = tile.early_weights and _weights_fit(tile, held, vectors)
-        return replace(tile, early_weights=early, batch=4 if early else _batch(tile, 0, vectors))
+        turns = shape.turns if tile.threads <= WARP else 1
+        batch = 4 if early else shape.batch or _batch(tile, 0, vectors)
+        return replace(tile, early_weights=early, batch=batch, turns=turns)
     early = shape.shared and tile.early_weights and _weights_fit(tile, 0, vectors)
     one_row = replace(tile, num_threads=threads, streaming=False)
     tile = replace(tile if shape.shared else one_row, early_weights=early, streaming=False)
-    tile = replace(tile, batch=_batch(tile, 0, vectors))
+    tile = replace(tile, batch=shape.batch if shape.shared and shape.batch else _batch(tile, 0, vectors))
     if vec * min(loaded) >= 4:  # the least that cp.async moves
         staged = replace(tile, hold="shared", staged=True)
         if staged.shared_bytes(needs) <= shared_limit(sm):

@@ -25,6 +25,7 @@ from flashnorm.kernels.reduce import LaneSum, row_sums
 from flashnorm.kernels.stats import STATS
 from flashnorm.kernels.stores import SAVES, STORES
 from flashnorm.kernels.tile import needs_of
+from flashnorm.program import SCALES
 
 
 class Turns:
@@ -76,7 +77,8 @@ class Row:
                     k.load(name, (j,))
         if tile.early_weights:
             for name in vecs:
-                k.load(name, range(tile.rounds))
+                if not k.has(name):
+                    k.load(name, range(tile.rounds))
         self.rereads = self.load.names if tile.hold == "global" else ()
         self.late = [*self.rereads, *([] if tile.early_weights else vecs)]
         self.outgoing = self._turns(range(tile.rounds), self.late)
@@ -133,17 +135,31 @@ class Row:
         self.k.next_pass()
 
 
+class Work:
+    """The program on one row: made, its loads are under way; `finish` does the rest."""
+
+    def __init__(self, k, scalars):
+        self.k, self.program, self.scalars = k, k.variant.program, scalars
+        if k.padded:
+            k.clear_padding()
+        self.row = Row(k)
+        self.store = STORES[type(self.program.store)](k, self.program.store, scalars)
+
+    def finish(self):
+        stats = STATS[type(self.program.stats)](self.row, self.scalars)
+        for save in self.program.saves:
+            SAVES[type(save)](self.k, save, stats)
+        self.store(self.row, stats)
+
+
 def row_program(k, scalars):
-    """The four steps, traced for one thread of one row."""
-    program = k.variant.program
-    if k.padded:
-        k.clear_padding()
-    row = Row(k)
-    store = STORES[type(program.store)](k, program.store, scalars)
-    stats = STATS[type(program.stats)](row, scalars)
-    for save in program.saves:
-        SAVES[type(save)](k, save, stats)
-    store(row, stats)
+    """The four steps, traced for one thread: of one row, or of several in turn."""
+    work = Work(k, scalars)
+    for turn in range(1, k.tile.turns):
+        following = Work(k.following(turn), scalars)
+        work.finish()
+        work = following
+    work.finish()
 
 
 class RowForward:
@@ -153,9 +169,13 @@ class RowForward:
         variant: what is computed, on which dtypes, widths and layouts.
         plans: (largest M, tile) in rising order; the last one serves every M beyond the one before.
         sm: the compute capability to compile for, 90 for 9.0; programmatic dependent launch begins there.
+        native_fp4: the target has conversions to e2m1.
     """
 
-    def __init__(self, variant, plans, sm):
+    native_fp4 = False
+
+    def __init__(self, variant, plans, sm, native_fp4=False):
+        self.native_fp4 = native_fp4
         self.variant, self.plans, self.sm, self.has_pdl = variant, plans, sm, sm >= 90
         self.names = tuple(o.name for o in variant.program.operands())
         # ptxas treats kernels with "cutlass" in their name differently, hence names of our own.
@@ -181,17 +201,17 @@ class RowForward:
         return arguments[:n], arguments[n], arguments[n + 1 :]
 
     def count_rows(self, operands):
-        return row_count(self.first_of("row", operands), self.variant.row_rank)
-
-    def first_of(self, kind, operands):
-        return operands[[o.kind for o in self.variant.program.operands()].index(kind)]
+        kinds = [operand.kind for operand in self.variant.program.operands()]
+        return row_count(operands[kinds.index("row")], self.variant.row_rank)
 
     def launch(self, index, rows, scalars, enable_pdl, operands, stream):
         tile = self.plans[index][1]
         if pads(self.variant.program):  # a row of the grid for every row of padding, too
-            wanted = extent(self.first_of("blocks", operands), 0)
-            rows = rows + (wanted > rows).to(Int64) * (wanted - rows)
-        blocks = (rows + Int64(tile.rows - 1)) // Int64(tile.rows) * Int64(tile.cluster_n)
+            for operand, tensor in zip(self.variant.program.operands(), operands, strict=True):
+                if operand.kind in SCALES:
+                    wanted = extent(tensor, 0)
+                    rows = rows + (wanted > rows).to(Int64) * (wanted - rows)
+        blocks = (rows + Int64(tile.all_rows - 1)) // Int64(tile.all_rows) * Int64(tile.cluster_n)
         self.kernel(index, scalars, operands).launch(
             grid=[Int32(blocks), 1, 1],
             block=[tile.num_threads, 1, 1],
@@ -218,6 +238,7 @@ class RowForward:
             pointer = allocator.allocate(size, byte_alignment=16)
             shared = Int32(pointer.toint())
         k = Frame(tile, self.variant, self.sm, dict(zip(self.names, operands, strict=True)), tid, bid, shared)
+        k.native_fp4 = self.native_fp4
         if self.has_pdl:
             k.prefetch()
             memory.wait_for_earlier_kernel()

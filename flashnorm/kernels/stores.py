@@ -1,10 +1,10 @@
 """Store and save stages. A store is made before the sums are known, so that what it loads is under way with the row;
 called with the row and its statistics it goes over the row once more, or twice."""
 
-from flashnorm.kernels.blocks import QuantBlocksStore
+from flashnorm.kernels.blocks import QuantBlocksStore, QuantNvfp4Store
 from flashnorm.kernels.codec import encode, pack
 from flashnorm.kernels.fp import mul_rn, rcp_rn
-from flashnorm.program import Cast, QuantBlocks, QuantTensor, SaveRstd
+from flashnorm.program import Cast, QuantBlocks, QuantNvfp4, QuantTensor, SaveRstd
 
 
 class CastStore:
@@ -38,5 +38,10 @@ def save_rstd(k, stage, stats):
     k.store_per_row("rstd", stats.rstd)
 
 
-STORES: dict = {Cast: CastStore, QuantTensor: QuantTensorStore, QuantBlocks: QuantBlocksStore}
+STORES: dict = {
+    Cast: CastStore,
+    QuantTensor: QuantTensorStore,
+    QuantBlocks: QuantBlocksStore,
+    QuantNvfp4: QuantNvfp4Store,
+}
 SAVES = {SaveRstd: save_rstd}

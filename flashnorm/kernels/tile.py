@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from flashnorm.program import AddResidual, Cast, MeanVar, QuantBlocks, Variant
+from flashnorm.program import AddResidual, BlockScales, Cast, MeanVar, Silu, Variant
 
 GROUP = 8
 MAX_LANES = 1024
@@ -53,6 +53,7 @@ class Needs:
         exchanges: values that every block of lanes sends to all threads of the row.
         heavy: maps and store take more registers than those of RMSNorm, for which the tiles are chosen.
         narrow: results take a byte an element.
+        dense: instructions are the limit, so that no thread should idle at the end of a row.
         least: threads that share a row at least, where it has as many groups: those of a block are neighbours.
     """
 
@@ -62,6 +63,7 @@ class Needs:
     exchanges: int = 1
     heavy: bool = False
     narrow: bool = False
+    dense: bool = False
     least: int = 1
 
 
@@ -86,6 +88,8 @@ class RowTile:
         streaming: rows are marked as used once, so that they make room for weights in the caches.
         late_residual: the sum of a row in shared memory is stored in the last pass, so that the first one only reads.
         batch: groups per thread loaded together where a row does not fit registers.
+        turns: rows that a thread works on one after the other, each under way before the one in front is summed.
+            Weights that are loaded early serve all of them.
     """
 
     hidden_size: int
@@ -101,6 +105,7 @@ class RowTile:
     streaming: bool = False
     late_residual: bool = False
     batch: int = 4
+    turns: int = 1
 
     def __post_init__(self) -> None:
         t, n, c = self.threads_per_row, self.num_threads, self.cluster_n
@@ -117,6 +122,9 @@ class RowTile:
             "hold='shared' needs staging": self.hold != "shared" or self.staged,
             "hold='global' is not staged": self.hold != "global" or not self.staged,
             "batch must be positive": self.batch >= 1,
+            "turns must be positive": self.turns >= 1,
+            "rows that take turns are a warp's at most, in registers": self.turns == 1
+            or (t * c <= WARP and self.hold == "registers" and not self.staged),
         }
         for text, holds in problems.items():
             if not holds:
@@ -138,8 +146,13 @@ class RowTile:
 
     @property
     def rows(self) -> int:
-        """Rows of one CTA."""
+        """Rows that one CTA works on side by side."""
         return self.num_threads // self.threads_per_row
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of one CTA, those of all turns."""
+        return self.rows * self.turns
 
     @property
     def lanes_per_thread(self) -> int:
@@ -177,6 +190,17 @@ class RowTile:
         return list(range(thread, self.groups, self.threads))
 
 
+# Where an encoding has conversion instructions: of 8 bits from a compute capability on, e2m1 on these alone, in targets
+# that are compiled for one device or family ("a", "f").
+NATIVE_FP8 = 89
+BLACKWELL = (100, 103, 110, 120, 121)
+
+
+def converts_fp4(arch: str) -> bool:
+    """Whether a target has instructions that convert to e2m1."""
+    return sm_of(arch) in BLACKWELL and arch[-1] in "af"
+
+
 def sm_of(arch: str) -> int:
     """90 of "sm_90a".
 
@@ -198,14 +222,16 @@ def needs_of(variant: Variant) -> Needs:
         held = WIDTH[variant.dtype("residual")] if load.rounded else 4
     else:  # int8 is widened to as many values, so it counts as much as 16 bits
         held = max(2, *loaded)
-    whole_row = isinstance(program.store, QuantBlocks) and program.store.block == 0
+    store = program.store
+    whole_row = isinstance(store, BlockScales) and store.block == 0
     vectors = sum(o.kind == "vec" for o in program.operands())
     return Needs(
         loaded=loaded,
         held=held,
         vectors=vectors,
         exchanges=(3 if isinstance(program.stats, MeanVar) else 1) + whole_row,
-        heavy=vectors > 1 or min(loaded) == 1 or not isinstance(program.store, Cast),
-        narrow=not isinstance(program.store, Cast),
-        least=program.store.block // GROUP if isinstance(program.store, QuantBlocks) else 1,
+        heavy=vectors > 1 or min(loaded) == 1 or not isinstance(store, Cast) or Silu() in program.maps,
+        narrow=not isinstance(store, Cast),
+        dense=Silu() in program.maps,
+        least=store.block // GROUP if isinstance(store, BlockScales) else 1,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashnorm import reference
-from flashnorm.core.checks import FLT_MAX, check_dtype_of, check_option
+from flashnorm.core.checks import FLT_MAX, check_dtype_of, check_option, check_whole_blocks
 from flashnorm.core.op import NUMERICS, Op
 from flashnorm.ops import programs
 from flashnorm.program import QuantBlocks, Rms, Round, RowProgram, Stage
@@ -183,7 +183,8 @@ def fused_add_rmsnorm_fp8_block_quant(
     Raises:
         As `fused_add_rmsnorm`; nothing is written then.
     """
-    _whole_blocks(FP8_BLOCK_QUANT, input)
+    if isinstance(input, torch.Tensor) and input.dim():  # all else is refused below
+        check_whole_blocks(FP8_BLOCK_QUANT, input.shape[-1], BLOCK)
     check_dtype_of(FP8_BLOCK_QUANT, "normed_out", normed_out, input)
     FP8_BLOCK_QUANT.checked(input, residual, weight, out, block_scale, normed_out, eps, numerics, enable_pdl)
 
@@ -308,12 +309,6 @@ def _dynamic_quant(
 
 
 # ------------------------------------------------------------------ checks, and what is allocated
-def _whole_blocks(op: Op, input: Any) -> None:
-    if isinstance(input, torch.Tensor) and input.dim() and input.shape[-1] % BLOCK:
-        hidden = input.shape[-1]
-        raise ValueError(f"{op.called}: the last dimension of input must be a multiple of {BLOCK}, got {hidden}")
-
-
 def _dynamic_outputs(
     op: Op,
     input: Tensor,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flashnorm.core import layout
+from flashnorm.core.checks import check_whole_blocks
 from flashnorm.core.op import NUMERICS, Op
 from flashnorm.ops import programs
 from flashnorm.program import TILE_COLUMNS, TILE_ROWS, Affine, BlockScales, Layout, Rms, RowProgram
@@ -81,6 +82,8 @@ def by_rows(called: str, scale: Tensor, rows: int) -> tuple[tuple[int, ...], tup
         raise ValueError(
             f"{called}: block_scale must have a row of scales for each of {rows} rows, got shape {tuple(scale.shape)}"
         )
+    if 0 in lead:
+        return (0, scale.shape[-1]), (scale.shape[-1], 1)
     sizes, (strides,) = layout.collapse(lead, [scale.stride()[:-1]])
     if len(sizes) > 1:
         raise ValueError(
@@ -105,10 +108,7 @@ def check_input(op: Op, input: Any, block: int) -> None:
         raise TypeError(f"{op.called}: input must be a torch.Tensor, got {type(input).__name__}")
     if input.dim() < 1:
         raise ValueError(f"{op.called}: input must have at least one dimension, got a 0-d tensor")
-    if input.shape[-1] % block or not input.shape[-1]:
-        raise ValueError(
-            f"{op.called}: the last dimension of input must be a multiple of {block}, got {input.shape[-1]}"
-        )
+    check_whole_blocks(op, input.shape[-1], block)
 
 
 def check_flag(op: Op, name: str, value: Any) -> None:

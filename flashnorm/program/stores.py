@@ -142,8 +142,8 @@ class QuantBlocks(BlockScales):
 
     def operands(self) -> tuple[Operand, ...]:
         kept = ("int32",) if self.packed else ("uint8", UE8M0) if self.ue8m0 else ("float32",)
-        # The ratio is the 1x128 recipe of block-scaled GEMMs, which is of e4m3fn alone.
-        codes = ("float8_e4m3fn",) if self.ratio else (*FP8, "int8")
+        # The ratio is the 1x128 recipe of block-scaled GEMMs, blocks of 32 are MXFP8: both of e4m3fn alone.
+        codes = ("float8_e4m3fn",) if self.ratio or self.block == 32 else (*FP8, "int8")
         out = [_NIBBLES if self.fp4 else Operand("out", "row", "out", codes)]
         out += self._scales(kept, raw=UE8M0 in kept)
         if self.cap == "device":

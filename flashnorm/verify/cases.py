@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashnorm.core.op import ALL, Op
-from flashnorm.program import FLOATS, FP8, Operand, RowProgram
+from flashnorm.program import FLOATS, FP8, BlockScales, Operand, QuantBlocks, QuantNvfp4, RowProgram, Stage
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -49,6 +49,12 @@ CHOICES = (
     replace(USUAL, options=(("granularity", "128"), ("scale_format", "ue8m0_packed")), codes=E5M2, extras=True),
     replace(USUAL, options=(("scale_format", "ue8m0"),), codes=INT8),
 )
+FP4_CHOICES = (
+    replace(USUAL, options=(("block_size", "32"),)),
+    replace(USUAL, options=(("block_size", "32"), ("scale_rule", "ocp"))),
+    replace(USUAL, options=(("block_size", "32"), ("scale_format", "e4m3"))),
+)
+MX_CHOICES = (replace(USUAL, options=(("scale_rule", "ocp"),)),)
 # (M, H): every fold of the sum from one group up, odd widths, and past 8192, where lanes take several groups.
 QUICK_SHAPES = ((33, 4096), (5, 1000), (3, 16392))
 SHAPES = (*QUICK_SHAPES, (4, 77), (17, 7168), (129, 128), (7, 1), (2, 65537))
@@ -70,7 +76,7 @@ def chosen(
 
     Every operator in its usual case. A kernel is put together from stages, and building them is most of the time: of
     the other cases those are left out that have no stage, with its dtypes, that an earlier one had not, and no other
-    order of them.
+    order of them. Where scales lie is one thing, and what they are another.
 
     Args:
         ops: the operators.
@@ -83,13 +89,26 @@ def chosen(
         for case in (USUAL,) if quick else cases_of(op):
             program = program_of(op, case, device)
             dtypes = {o.name: dtype_of(o, case) for o in program.operands()}
-            found: set[Any] = {(s, *(dtypes[o.name] for o in s.operands())) for s in program.stages()}
+            stages = [apart(s) for s in program.stages()]
+            found: set[Any] = {(s, *(dtypes[o.name] for o in s.operands())) for s in stages}
             if case == USUAL or case.options or case.numerics != USUAL.numerics:
-                found |= {(program.load, program.maps), (program.maps, program.store)}
+                found |= {(program.load, program.maps), (program.maps, apart(program.store))}
             new = found - seen
             seen |= found
             if quick or case == USUAL or new or not exact:
                 yield op, case, QUICK_SHAPES if quick else SHAPES if case == USUAL and new else OTHER_SHAPES
+
+
+def apart(stage: Stage) -> Stage:
+    """A stage apart from where its scales lie."""
+    return replace(stage, layout="rows") if isinstance(stage, (QuantBlocks, QuantNvfp4)) else stage
+
+
+def width(program: RowProgram, hidden: int) -> int:
+    """The next H that a program takes."""
+    store = program.store
+    block = store.block if isinstance(store, BlockScales) and store.whole else 1
+    return -(-hidden // block) * block
 
 
 def cases_of(op: Op) -> Iterator[Case]:
@@ -111,7 +130,7 @@ def _all_cases(op: Op) -> Iterator[Case]:
         yield ALL_FP32
     yield replace(MIXED, codes=_codes(op)[-1]) if quantised(op) else MIXED
     yield from (replace(USUAL, numerics=mode) for mode in MODES[1:])
-    yield from CHOICES
+    yield from FP4_CHOICES if "block_size" in op.options else MX_CHOICES if "scale_rule" in op.options else CHOICES
 
 
 def quantised(op: Op) -> bool:
@@ -173,7 +192,7 @@ def label(op: Op, case: Case, device: torch.device) -> str:
     inputs = dict.fromkeys(dtypes[name] for name in ("x", "weight", "residual") if name in dtypes)
     words = ["/".join(inputs)]
     if quantised(op):
-        words.append(f"-> {dtypes['out'].removeprefix('float8_')}")
+        words.append(f"-> {dtypes['out'].removeprefix('float8_').removeprefix('float4_').removesuffix('fn_x2')}")
     words += [value if key != "double_rounding" else key for key, value in case.options]
     named = {o.name for o in op.operands if o.name in op.optional and (o.mode == "out" or o.name in op.by_value)}
     words += [f"+{name}" for name in dtypes if name in named]

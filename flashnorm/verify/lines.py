@@ -14,7 +14,7 @@ from flashnorm.core.dispatch import backend
 from flashnorm.core.op import Op
 from flashnorm.model import canonical, exact, same_bits, steps
 from flashnorm.model.formats import LARGEST
-from flashnorm.program import Affine, MeanVar, Operand, rounding
+from flashnorm.program import SCALES, Affine, MeanVar, Operand, rounding
 from flashnorm.verify import problem as problems
 from flashnorm.verify.cases import FP32, Case, label
 from flashnorm.verify.problem import Problem, make_problem
@@ -82,13 +82,13 @@ def verify_line(
     equal: dict[str, list[int]] = {}  # output -> [elements that are equal, elements]
     for rows, hidden in shapes:
         problem = make_problem(op, case, rows, hidden, device)
-        where = f"{rows}x{hidden}"
+        where = f"{rows}x{problem.hidden}"
         with backend(route):
             got = _on_cpu(problems.call(problem, device))
             again = all(same_bits(got, _on_cpu(problems.call(problem, device))) for _ in range(runs - 1))
             chunked = _chunked(problem, device)
         line.found("repeats", again, f"{where}: runs differ")
-        kept = same_bits(chunked, {name: t[:rows] for name, t in got.items()})
+        kept = same_bits(chunked, {name: problem.by_rows(name, t) for name, t in got.items()})
         # PyTorch's own sums may depend on the batch; the contract exempts that route.
         line.found("chunks", kept, f"{where}: a row's bits depend on the batch" if route != "torch" else "")
         given, scalars = problem.modelled(), problem.scalars()
@@ -111,17 +111,18 @@ def verify_line(
 
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: t.cpu() for name, t in tensors.items()}
+    return {name: t if t.device == CPU else problems.moved(t, CPU) for name, t in tensors.items()}
 
 
 def _chunked(problem: Problem, device: torch.device) -> dict[str, Tensor]:
-    """The same rows in chunks of uneven size, put together again."""
+    """The same rows in chunks of uneven size, put together again; scales by rows."""
     parts: list[dict[str, Tensor]] = []
     start = 0
     while start < problem.rows:
         stop = min(problem.rows, start + CHUNKS[len(parts) % len(CHUNKS)])
-        written = problems.call(problem.part(start, stop), device)
-        parts.append({name: t[: stop - start].cpu() for name, t in written.items()})
+        part = problem.part(start, stop)
+        written = _on_cpu(problems.call(part, device))
+        parts.append({name: part.by_rows(name, t) for name, t in written.items()})
         start = stop
     return {name: torch.cat([_bytes(part[name]) for part in parts]).view(parts[0][name].dtype) for name in parts[0]}
 
@@ -145,7 +146,7 @@ def _judge(
         far = ~(near & wanted.isfinite() | (got == wanted) | (got.isnan() & wanted.isnan()))
         if bool(far.any()):
             line.failures.append(f"{where}: {int(far.sum())} elements outside of the fp32 bound")
-        if kinds[name].kind != "blocks":
+        if kinds[name].kind not in SCALES:
             line.max_steps = max(line.max_steps, int(steps(got, wanted).max()))
         return
     apart = steps(got, wanted)
@@ -162,13 +163,13 @@ def _judge(
     line.max_steps = max(line.max_steps, int(apart.max()))
     if int(apart.max()) > allowed:
         line.failures.append(f"{where}: {int(apart.max())} steps from the formula, {allowed} allowed")
-    count = equal.setdefault(name, [0, 0])
+    count, apart = equal.setdefault(name, [0, 0]), problem.by_rows(name, apart)
     count[0] += int((apart == 0).sum())
     count[1] += apart.numel()
 
 
 def _fp32_bound(problem: Problem, operand: Operand, wanted: Tensor) -> Tensor:
-    if operand.kind == "blocks":  # of a maximum that was rounded to T: one step of T
+    if operand.kind in SCALES:  # of a maximum that was rounded to T: one step of T
         dtypes = tuple(str(problem.given[o.name].dtype).removeprefix("torch.") for o in problem.program.operands())
         kind = getattr(torch, rounding(problem.program, dtypes))
         return max(torch.finfo(kind).eps, FP32_RELATIVE) * wanted.abs()

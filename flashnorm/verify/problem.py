@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flashnorm.core.checks import scales_view
 from flashnorm.core.op import Op
-from flashnorm.program import MeanVar, Operand, QuantBlocks, RowProgram
-from flashnorm.verify.cases import Case, dtype_of, options_of, program_of
+from flashnorm.model import formats
+from flashnorm.program import SCALES, TILE_ROWS, BlockScales, MeanVar, Operand, RowProgram
+from flashnorm.verify.cases import Case, dtype_of, options_of, program_of, width
 
-NUMBERS = {"eps": 1e-6, "scale_value": 0.0123, "scale_ub_value": 2.0}
+NUMBERS = {"eps": 1e-6, "scale_value": 0.0123, "scale_ub_value": 2.0, "global_scale_value": 61.3}
 SPARE = 3  # rows of a pool that are more than the rows of the grid
 _POISON = {torch.uint8: 0x7F, torch.int8: 0x7F, torch.int32: 0x7F7F7F7F}
 
@@ -51,30 +53,44 @@ class Problem:
 
     def as_kernel(self, name: str, tensor: Tensor) -> Tensor:
         """Scales as the [M', B] that they are, wherever they lie; everything else as it is."""
-        if self.op.operands[self.op.index(name)].kind != "blocks":
+        operand = self.op.operands[self.op.index(name)]
+        if operand.kind not in SCALES:
             return tensor
-        return tensor.as_strided(*self.op.blocks(tensor, self.rows))
+        return tensor.as_strided(*scales_view(self.op, self.program, operand, tensor, self.rows, self.hidden))
+
+    def by_rows(self, name: str, tensor: Tensor) -> Tensor:
+        """What there is for each of the M rows, of a tensor as a kernel gets it: no padding, and nothing in tiles."""
+        store = self.program.store
+        if self.op.operands[self.op.index(name)].kind != "swizzled" or not isinstance(store, BlockScales):
+            return tensor[: self.rows]
+        raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+        return formats.unswizzled(raw, self.rows, store.blocks(self.hidden)).view(tensor.dtype)
 
     def part(self, start: int, stop: int) -> Problem:
         """The call for some of the rows."""
         kinds = {o.name: o.kind for o in self.program.operands()}
-        given = {name: t[start:stop] if kinds[name] in ("row", "per_row") else t for name, t in self.given.items()}
+        mine = ("row", "pairs", "per_row")
+        given = {name: t[start:stop] if kinds[name] in mine else t for name, t in self.given.items()}
         for operand in self.program.operands():
-            if operand.kind == "blocks":
+            if operand.kind in SCALES:
                 given[operand.name] = _scales(self.op, self.program, operand, self.case, stop - start, self.hidden)
         return replace(self, rows=stop - start, given=given)
 
 
 def make_problem(op: Op, case: Case, rows: int, hidden: int, device: torch.device) -> Problem:
-    """Inputs for a device: rows of very different size, weights that are no ones, outputs full of NaN."""
+    """Inputs for a device: rows of very different size, weights that are no ones, outputs full of NaN.
+
+    Where the operator takes whole blocks, H is the next that it takes.
+    """
     program = program_of(op, case, device)
+    hidden = width(program, hidden)
     generator = torch.Generator().manual_seed(rows * 1_000_003 + hidden)
     given = {}
     for operand in program.operands():
-        if operand.kind == "blocks":
+        if operand.kind in SCALES:
             given[operand.name] = _scales(op, program, operand, case, rows, hidden)
         elif operand.mode == "out":
-            shape = (rows, hidden) if operand.kind == "row" else (rows,)
+            shape = {"row": (rows, hidden), "pairs": (rows, hidden // 2)}.get(operand.kind, (rows,))
             given[operand.name] = poison(shape, dtype_of(operand, case))
         else:
             given[operand.name] = _values(operand, program, case, rows, hidden, generator)
@@ -98,20 +114,30 @@ def poison(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def call(problem: Problem, device: torch.device) -> dict[str, Tensor]:
     """Runs the operator on copies of its inputs; returns what it wrote, scales as [M', B]."""
     op = problem.op
-    blocks = {o.name for o in op.operands if o.kind == "blocks"}
-    copies = {n: _moved(t, device) if n in blocks else t.to(device, copy=True) for n, t in problem.given.items()}
+    scales = {o.name for o in op.operands if o.kind == "blocks"}
+    copies = {n: (_moved_scales if n in scales else moved)(t, device) for n, t in problem.given.items()}
     numbers = [NUMBERS[s] for s in op.scalars if s not in {scalar for scalar, _ in op.by_value.values()}]
     operands = (copies.get(o.name, problem.numbers.get(o.name)) for o in op.operands)
     op.checked(*operands, *numbers, *options_of(op, problem.case).values(), None)
     return {o.name: problem.as_kernel(o.name, copies[o.name]) for o in op.operands if o.written and o.name in copies}
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on a device, with the memory around it that a view has."""
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device; of codes, of the bytes they are."""
+    return _bare(tensor).to(device, copy=True).view(tensor.dtype)
+
+
+def _moved_scales(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same with the memory around it that a view has."""
     if tensor._base is None:
-        return tensor.to(device, copy=True)
-    whole = tensor._base.to(device, copy=True)
-    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return moved(tensor, device)
+    whole = _bare(tensor._base).to(device, copy=True)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).view(tensor.dtype)
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    """Not every device copies every dtype of a byte."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 # ------------------------------------------------------------------ values
@@ -124,8 +150,7 @@ def _values(
         return torch.rand(*shape, generator=generator)
 
     if operand.kind == "scalar":
-        scalar = {"scale": "scale_value", "scale_ub": "scale_ub_value"}[operand.name]
-        return torch.full((1,), NUMBERS[scalar], dtype=dtype)
+        return torch.full((1,), NUMBERS[f"{operand.name}_value"], dtype=dtype)
     if operand.kind == "vec":
         return (uniform(hidden) * 2 - 0.7).to(dtype)
     if operand.name == "row_index":
@@ -154,9 +179,11 @@ def _special(rows: Tensor) -> Tensor:
 
 
 def _scales(op: Op, program: RowProgram, operand: Operand, case: Case, rows: int, hidden: int) -> Tensor:
-    """Memory for scales, as the operator takes it: [M, B], or in columns that are padded to whole fours of rows."""
-    assert isinstance(program.store, QuantBlocks)
-    dtype, columns = dtype_of(operand, case), program.store.columns(hidden)
+    """Memory for scales, as the operator takes it: tiles, [M, B], or columns that are padded to whole fours of rows."""
+    assert isinstance(program.store, BlockScales)
+    dtype, columns = dtype_of(operand, case), program.store.columns(hidden, operand.kind)
+    if operand.kind == "swizzled":
+        return poison((-(-rows // TILE_ROWS) * TILE_ROWS * columns,), dtype)
     tall = poison((columns, -(-rows // 4) * 4), dtype)
     padded = tall.t()[:rows]
     for scale in (padded if case.extras else poison((rows, columns), dtype), padded, tall):

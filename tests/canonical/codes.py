@@ -51,7 +51,8 @@ def code_bytes(values: F32, dtype: torch.dtype) -> U8:
         return np.where(np.isnan(values), np.float32(0), whole).astype(np.int8).view(np.uint8)
     known = magnitudes(dtype).astype(np.float64)
     middle = (known[:-1] + known[1:]) / 2
-    size = np.abs(values).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # NaN
+        size = np.abs(values).astype(np.float64)
     code = np.searchsorted(middle, size, side="left")  # how many midpoints lie below
     tie = size == middle[np.minimum(code, len(middle) - 1)]
     code = code + (tie & (code % 2 == 1))

@@ -102,7 +102,7 @@ def nvfp4(y: F32, size: int, gain: float | None) -> tuple[torch.Tensor, torch.Te
 
 def _unblocked(codes: U8, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Codes of blocks, one a byte, as the codes of rows."""
-    flat = np.ascontiguousarray(codes.reshape(len(codes), -1)[:, : shape[-1]]).reshape(shape)
+    flat = np.ascontiguousarray(codes.reshape(len(codes), int(np.prod(codes.shape[1:])))[:, : shape[-1]]).reshape(shape)
     return torch.from_numpy(pairs(flat) if dtype == E2M1 else flat).view(dtype)
 
 

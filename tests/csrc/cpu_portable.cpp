@@ -200,7 +200,9 @@ struct CodeOptions : Options {
   static constexpr int kBlock = kBlock_;
   static constexpr float kFloor = 1e-10f;
   static constexpr bool kRatio = false, kUe8m0 = sizeof(Scale) == 1, kPacked = false, kSide = true;
+  static constexpr bool kOcp = false, kFp4 = false;
   static constexpr Cap kCap = Cap::kValue;
+  static constexpr Layout kLayout = Layout::kRows;
 };
 
 template <class X, class Dst, class Scale, int kBlock>

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tests.canonical import Bits, narrow
-from tests.combos import BLOCKED, COMBOS, DTYPES, RMSNORMS, Combo, some_hidden
+from tests.combos import COMBOS, DTYPES, RMSNORMS, Combo, some_hidden
 from tests.problem import Problem
 from tests.tolerance import bits_of
 
@@ -26,6 +26,8 @@ def family(combo: Combo) -> str:
     """The file that holds a combination."""
     if combo in RMSNORMS:
         return "rmsnorm"
+    if combo.once:
+        return "scaled"
     if combo.index is not None or combo.x == "i8":
         return "rows"
     return "quant" if combo.makes_codes else "layernorm"
@@ -62,7 +64,7 @@ def golden_values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torc
 def golden_shapes(combo: Combo) -> tuple[tuple[int, int], ...]:
     """4096 and one of the others by turns; where a file would grow, the other alone."""
     other = some_hidden(combo)[0]
-    spare = 2048 if combo.op == BLOCKED else 2000
+    spare = 2048 if combo.whole > 1 else 2000
     rest = (3 if other < 8192 else 1, other if other != 4096 else spare)
     return ((5, 4096), rest) if combo in RMSNORMS else (rest,)
 

@@ -100,6 +100,20 @@ class Operands {
     return ref;
   }
 
+  // A "pairs" operand: rows of H / 2 bytes.
+  template <class T>
+  PairsRef<T> pairs(int index) {
+    const TensorView& t = checked<std::remove_const_t<T>>(index);
+    const int last = t.ndim() - 1;
+    if (last != rank_ || hidden_size_ % kGroup != 0 || t.size(last) != hidden_size_ / 2 || t.stride(last) != 1) {
+      shape_error(index);
+    }
+    PairsRef<T> ref{pointer<T>(t), 0, 0};
+    set_strides(ref, t, index);
+    narrow_width(ref.ptr, ref.outer_stride, ref.inner_stride);
+    return ref;
+  }
+
   // A "per_row" operand: [M] or [A, B].
   template <class T>
   PerRowRef<T> per_row(int index) {
@@ -136,6 +150,19 @@ class Operands {
     if (t.ndim() != 2 || t.size(0) < rows() || t.size(1) != columns) shape_error(index);
     if (t.size(0) > grid_rows_) grid_rows_ = t.size(0);
     return {pointer<T>(t), t.stride(0), t.stride(1), t.size(0), columns, hidden_size_};
+  }
+
+  // A "swizzled" operand: [M', columns] bytes, both whole tiles.
+  template <class T>
+  SwizzledRef<T> swizzled(int index, int columns) {
+    const TensorView& t = checked<std::remove_const_t<T>>(index);
+    columns = (columns + 3) / 4 * 4;
+    if (t.ndim() != 2 || t.size(0) < rows() || t.size(0) % 128 != 0 || t.size(1) != columns || t.stride(1) != 1 ||
+        t.stride(0) != columns) {
+      shape_error(index);
+    }
+    if (t.size(0) > grid_rows_) grid_rows_ = t.size(0);
+    return {pointer<T>(t), t.size(0), columns, hidden_size_};
   }
 
   // A "scalar" operand: one element in device memory.

@@ -13,9 +13,10 @@ using RowKernel = void (*)(Program, RowGrid);
 // Whether a tile is the plan's, for rows of whole aligned groups or for others.
 template <class Tile>
 bool carries_out(const Plan& plan, bool whole) {
-  return (Tile::kThreads == 0 || Tile::kThreads == plan.threads) && Tile::kCluster == plan.cluster &&
-         Tile::kLanes == plan.lanes && Tile::kGroups == plan.groups && (Tile::kManyRows || plan.rows == 1) &&
-         std::is_same_v<typename Tile::Access, Shifted> != whole;
+  const bool threads = Tile::kNarrow ? plan.threads * plan.lanes <= 32
+                                     : Tile::kThreads == 0 || Tile::kThreads == plan.threads;
+  return threads && Tile::kCluster == plan.cluster && Tile::kLanes == plan.lanes && Tile::kGroups == plan.groups &&
+         (Tile::kManyRows || plan.rows == 1) && std::is_same_v<typename Tile::Access, Shifted> != whole;
 }
 
 template <class Visit, class... Each>

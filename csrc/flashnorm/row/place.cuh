@@ -23,14 +23,17 @@ struct RowGrid {
 // for all of this at run time runs out of.
 template <int kThreads_, int kCluster_, int kLanes_, int kGroups_, class Access_ = Whole, bool kEarlyMaps_ = true>
 struct Tile {
-  static constexpr int kThreads = kThreads_;      // a row, in one CTA; 0: any power of two, blockDim.x
+  static constexpr int kThreads = kThreads_;      // a row, in one CTA; 0: any power of two, blockDim.x, of which
+                                                  // several lanes a thread are at most 32 lanes
   static constexpr int kCluster = kCluster_;      // CTAs a row
   static constexpr int kLanes = kLanes_;          // a thread; 0: streamed, a lane a thread
   static constexpr int kGroups = kGroups_;        // a lane
   static constexpr bool kEarlyMaps = kEarlyMaps_;  // what the maps read is asked for before the barrier
   static constexpr bool kManyRows = kThreads < 128;  // a CTA may work on several rows
   using Access = Access_;
-  static constexpr int kMaxCta = kThreads == 0 || kThreads > 512 ? 1024 : kThreads > 256 ? 512 : 256;
+  static constexpr bool kNarrow = kThreads == 0 && kLanes > 1;
+  static constexpr int kMaxCta =
+      (kThreads == 0 && !kNarrow) || kThreads > 512 ? 1024 : kThreads > 256 ? 512 : 256;
 };
 
 template <class... Each>

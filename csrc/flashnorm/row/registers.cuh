@@ -153,8 +153,9 @@ class RegisterRow {
   }
 
   // Groups are numbered as they lie: lane j of the thread has groups j, j + kLanes, ...
-  FN_DEVICE static constexpr int col(int i) {
-    // Where blockDim.x is not known, a thread has one group.
+  FN_DEVICE static int col(int i) {
+    if constexpr (Tile::kNarrow) return i * int(blockDim.x) * kGroup;
+    // Elsewhere, where blockDim.x is not known, a thread has one group.
     return i * Tile::kThreads * Tile::kCluster * kGroup;
   }
   template <class Out>

@@ -18,6 +18,7 @@ struct Rms {
 
   template <class Sums>
   FN_HOST_DEVICE State compute(Sums& row) const {
+    // Not `div_by`: its branch changes how the kernel is scheduled, and 8192 x 16384 took 164 us in place of 130.
     const float mean_square = fp::div(row.sum_squares(), float(row.hidden_size()));
     return {fp::reciprocal(fp::sqrt(fp::add(mean_square, eps)))};
   }
@@ -59,11 +60,11 @@ struct MeanVar {
 
   template <class Sums>
   FN_HOST_DEVICE State compute(Sums& row) const {
-    const float count = float(row.hidden_size());
-    const float mean = fp::div(row.sum(), count);
+    const int count = row.hidden_size();
+    const float mean = fp::div_by(row.sum(), count);
     const Deviations sums = row.deviations(mean);
-    const float rest = fp::div(sums.values, count);
-    const float square = fp::fma(-rest, rest, fp::div(sums.squares, count));
+    const float rest = fp::div_by(sums.values, count);
+    const float square = fp::fma(-rest, rest, fp::div_by(sums.squares, count));
     const float variance = square < 0.0f ? 0.0f : square;  // a NaN stays
     return {mean, rest, fp::reciprocal(fp::sqrt(fp::add(variance, eps)))};
   }
