@@ -40,9 +40,13 @@ def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
 
 def add(x: Tensor, residual: Tensor, numerics: str) -> tuple[Tensor, Tensor]:
     """(x + residual as it is stored, in the residual's dtype; the sum that is normalised, fp32)."""
-    total = x.float() + residual.float()
-    stored = total.to(residual.dtype)
-    return stored, stored.float() if _ROUNDS_RESIDUAL[numerics] else total
+    return store(x.float() + residual.float(), residual.dtype, numerics)
+
+
+def store(h: Tensor, dtype: torch.dtype, numerics: str) -> tuple[Tensor, Tensor]:
+    """(h as it is stored, in `dtype`; h that is normalised, fp32)."""
+    stored = h.to(dtype)
+    return stored, stored.float() if _ROUNDS_RESIDUAL[numerics] else h
 
 
 def rounding(*tensors: Tensor | None) -> torch.dtype:
