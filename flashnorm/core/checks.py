@@ -41,7 +41,7 @@ def check_scalar(op: Op, name: str, value: Any) -> float:
         return value  # type: ignore[return-value]  # a compiler's symbol, checked when it has a value
     label = op.labels.get(name, name)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        tensor = " or a tensor of one element" if label in op.by_value else ""
+        tensor = " or a tensor" if name in {scalar for scalar, _ in op.by_value.values()} else ""
         raise TypeError(f"{op.called}: {label} must be a Python number{tensor}, got {type(value).__name__}")
     number = float(value)
     if not (least(name) <= number <= FLT_MAX):
@@ -56,7 +56,7 @@ def split(op: Op, name: str, value: Any) -> tuple[torch.Tensor | None, float]:
 
     A tensor on the CPU is read here. A kernel reads fp32, fp16 and bf16; other numbers become fp32.
     """
-    scalar, default = op.by_value[name]
+    (scalar, default), label = op.by_value[name], op.labels.get(name, name)
     if value is None and default is not None:
         return None, default
     if not isinstance(value, torch.Tensor):
@@ -64,9 +64,9 @@ def split(op: Op, name: str, value: Any) -> tuple[torch.Tensor | None, float]:
     if op.operands[op.index(name)].kind == "vec":
         return value, 1.0
     if value.dim() > 1 or value.numel() != 1:
-        raise ValueError(f"{op.called}: {name} must be a scalar tensor or shape (1,), got {tuple(value.shape)}")
+        raise ValueError(f"{op.called}: {label} must be a scalar tensor or shape (1,), got {tuple(value.shape)}")
     if value.dtype == torch.bool or value.dtype.is_complex:
-        raise ValueError(f"{op.called}: {name} must be a real number, got {dtype_name(value)}")
+        raise ValueError(f"{op.called}: {label} must be a real number, got {dtype_name(value)}")
     if value.device.type == "cpu" and type(value) in PLAIN and not torch.compiler.is_compiling():
         return None, check_scalar(op, scalar, value.item())
     return value if dtype_name(value) in FLOATS else value.float(), 1.0

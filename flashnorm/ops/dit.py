@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 
 from flashnorm import reference
+from flashnorm.core.checks import check_whole_blocks
 from flashnorm.core.op import NUMERICS, Op
-from flashnorm.ops import programs
+from flashnorm.ops import modulation, programs, scaled
 from flashnorm.program import (
-    TILE_COLUMNS,
-    TILE_ROWS,
     AffineBias,
     Cast,
     GateResidual,
@@ -37,8 +37,6 @@ CALLED: dict[Mode, str] = {
     "gate_scale_shift": "fused_dit_gate_residual_layernorm_scale_shift",
     "scale_shift": "fused_dit_residual_layernorm_scale_shift",
 }
-BLOCK = {"nvfp4": 16, "mxfp8": 32}
-BIASES = ("gate_bias", "mod_scale_bias", "shift_bias")
 
 
 def _store(form: Format, present: programs.Present) -> Stage:
@@ -70,7 +68,7 @@ def _declare(mode: Mode, form: Format) -> Op:
         program=functools.partial(_program, mode=mode, form=form),
         reference=functools.partial(getattr(reference, called), form=form),
         options={"numerics": NUMERICS},
-        optional=("residual",) * (mode == "scale_shift") + (*BIASES, "input_factor", "global_scale"),
+        optional=("residual",) * (mode == "scale_shift") + (*modulation.BIASES, "input_factor", "global_scale"),
         routes=("cuda", "cpu", "torch"),
         broadcast_vecs=True,
         by_value={
@@ -86,6 +84,7 @@ def _declare(mode: Mode, form: Format) -> Op:
             "scale": "sf_out",
             "input_factor": "input_global_scaling_factor",
             "global_scale": "global_scaling_factor",
+            "eps": "epsilon",
         },
         returns=("residual_out", "out", *(("scale",) if form else ())),
         public=not form,
@@ -98,105 +97,80 @@ OPERATORS = {(mode, form): _declare(mode, form) for mode in CALLED for form in F
 CALLS = {key: op.behind() for key, op in OPERATORS.items()}
 
 
-def _form(mode: Mode, use_nvfp4: bool, use_mxfp8: bool) -> Format:
-    if use_nvfp4 and use_mxfp8:
-        raise ValueError(f"{CALLED[mode]}: use_nvfp4 and use_mxfp8 exclude each other")
-    return "nvfp4" if use_nvfp4 else "mxfp8" if use_mxfp8 else ""
-
-
+# ------------------------------------------------------------------ a call
 def _run(
     mode: Mode,
-    form: Format,
     given: dict[str, Any],
     epsilon: float,
     numerics: str,
     enable_pdl: bool | None,
+    *,
+    use_nvfp4: bool,
+    use_mxfp8: bool,
     return_scales: bool,
 ) -> tuple[Tensor, ...]:
     """One of the public functions, its tensors by operand."""
-    op, rest = OPERATORS[mode, form], (epsilon, numerics, enable_pdl)
-    x, sf_out = given["x"], given["scale"]
-    _check(op, form, given)
-    for name in ("gate", "mod_scale", "shift"):
-        given[name] = _over_rows(given.get(name))
-    if given["residual_out"] is None:
-        like = x if given["residual"] is None else given["residual"]
-        given["residual_out"] = torch.empty_like(like, memory_format=torch.contiguous_format)
+    op = OPERATORS[mode, ""]
+    for name, flag in (("use_nvfp4", use_nvfp4), ("use_mxfp8", use_mxfp8), ("return_scales", return_scales)):
+        scaled.check_flag(op, name, flag)
+    if use_nvfp4 and use_mxfp8:
+        raise ValueError(f"{op.called}: use_nvfp4 and use_mxfp8 exclude each other")
+    form: Format = "nvfp4" if use_nvfp4 else "mxfp8" if use_mxfp8 else ""
+    op, call = OPERATORS[mode, form], CALLS[mode, form]
+    _check(op, form, given, return_scales)
+    for name in modulation.MODULATION:
+        given[name] = modulation.over_rows(given.get(name), given["x"])
+    if given["residual"] is None and given["residual_out"] is None:
+        given["residual_out"] = torch.empty_like(given["x"], memory_format=torch.contiguous_format)
+    rest, names = (epsilon, numerics, enable_pdl), [operand.name for operand in op.operands]
     if not form:
-        if given["out"] is None:
-            given["out"] = torch.empty_like(x, memory_format=torch.contiguous_format)
-        CALLS[mode, form](*(given.get(operand.name) for operand in op.operands), *rest)
-        return given["residual_out"], given["out"]
-    if sf_out is None and not return_scales:
+        made: tuple[Tensor, ...] = call(*(given.get(name) for name in names), *rest)
+        return made
+    if given["scale"] is None and not return_scales and not torch.compiler.is_compiling():
         _say_lost(op.called)
-    _allocate_codes(op, form, given)
-    for batch in range(x.shape[0]):  # each batch has tiles of scales of its own
-        part = {name: _of_batch(name, tensor, batch) for name, tensor in given.items()}
+    modulation.allocate_codes(op, form, given)
+    for part in modulation.parts(op, given):
         part["out"] = part["out"].view(torch.uint8 if form == "nvfp4" else torch.float8_e4m3fn)
-        CALLS[mode, form](*(part.get(operand.name) for operand in op.operands), *rest)
+        call(*(part.get(name) for name in names), *rest)
     made = (given["residual_out"], given["out"])
     return (*made, given["scale"]) if return_scales else made
 
 
-def _check(op: Op, form: Format, given: dict[str, Any]) -> None:
+def _check(op: Op, form: Format, given: Mapping[str, Any], return_scales: bool) -> None:
+    """What goes with what, and the shapes that go with [B, R, H]; types and dtypes are looked at in the call."""
     x = given["x"]
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op.called}: input must be a torch.Tensor, got {type(x).__name__}")
     if x.dim() != 3:
-        raise ValueError(f"{op.called}: input must have shape [B, R, H], got {tuple(x.shape)}")
-    if form and x.shape[-1] % BLOCK[form]:
-        raise ValueError(f"{op.called}: H must be a multiple of {BLOCK[form]} for this format, got {x.shape[-1]}")
+        dimensions = "a 0-d tensor" if x.dim() == 0 else str(tuple(x.shape))
+        raise ValueError(f"{op.called}: input must have shape [B, R, H], got {dimensions}")
+    if form:
+        check_whole_blocks(op, x.shape[-1], modulation.BLOCK[form])
     if form == "nvfp4" and given["global_scale"] is None:
         raise ValueError(f"{op.called}: global_scaling_factor is needed with use_nvfp4")
     if form != "nvfp4" and given["global_scale"] is not None:
         raise ValueError(f"{op.called}: global_scaling_factor goes with use_nvfp4")
     if not form and given["scale"] is not None:
         raise ValueError(f"{op.called}: sf_out goes with use_nvfp4 or use_mxfp8")
-
-
-def _over_rows(tensor: Any) -> Any:
-    """(B, H) modulates whole batches."""
-    return tensor.unsqueeze(1) if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 else tensor
-
-
-def _allocate_codes(op: Op, form: Format, given: dict[str, Any]) -> None:
-    """Codes as int32, and their scales, new where they were not given; whatever was given is looked at."""
-    x = given["x"]
-    batches, rows, hidden = x.shape
-    columns = -(-hidden // (BLOCK[form] * TILE_COLUMNS))
-    wanted = {
-        "out": ((batches, rows, hidden // (8 if form == "nvfp4" else 4)), torch.int32),
-        "scale": ((batches, -(-rows // TILE_ROWS), columns, 32, 4, 4), torch.uint8),
-    }
-    for name, (shape, dtype) in wanted.items():
-        tensor = given[name]
-        label = op.labels[name]
-        if tensor is None:
-            given[name] = torch.empty(shape, dtype=dtype, device=x.device)
-        elif not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{op.called}: {label} must be a torch.Tensor, got {type(tensor).__name__}")
-        elif tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(
-                f"{op.called}: {label} must be contiguous {dtype} of shape {shape}, got {tensor.dtype} of shape "
-                f"{tuple(tensor.shape)} with strides {tensor.stride()}"
-            )
-        elif tensor.device != x.device:
-            raise ValueError(f"{op.called}: {label} is on {tensor.device}, but input on {x.device}")
-
-
-def _of_batch(name: str, tensor: Any, batch: int) -> Any:
-    """One batch of an operand; vectors for all batches stay."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() < 3:
-        return tensor
-    return tensor[batch if tensor.shape[0] > 1 else 0]
+    if not form and return_scales:
+        raise ValueError(f"{op.called}: return_scales goes with use_nvfp4 or use_mxfp8")
+    modulation.check_shapes(op, given, codes=bool(form))
 
 
 @functools.cache
 def _say_lost(called: str) -> None:
-    warnings.warn(f"{called}: the scales of these codes are lost; pass sf_out, or return_scales=True", stacklevel=4)
+    warnings.warn(f"{called}: the scales of these codes are lost; pass sf_out, or return_scales=True", stacklevel=5)
+
+
+_warm = functools.partial(
+    Op.warm,
+    unless=("sf_out", "global_scaling_factor"),
+    only={"use_nvfp4": False, "use_mxfp8": False, "return_scales": False},
+)
 
 
 # ------------------------------------------------------------------ the public functions
+@_warm(OPERATORS["gamma_beta", ""])
 def fused_dit_gate_residual_layernorm_gamma_beta(
     input: torch.Tensor,
     residual: torch.Tensor,
@@ -229,8 +203,8 @@ def fused_dit_gate_residual_layernorm_gamma_beta(
     Args:
         input: x, [B, R, H], fp32, fp16 or bf16; any strides, not written.
         residual: r, of the same shape.
-        gate: g, [H], [1, H], [B, H], [B, 1, H] or [B, R, H], any row stride: slices of `temb.chunk(6, dim=2)` are read
-            in place.
+        gate: g, [H], [1, H], [B, H], [B, 1, H] or [B, R, H] (where B is 1 also [R, H]), any row stride: slices of
+            `temb.chunk(6, dim=2)` are read in place.
         gamma, beta: [H].
         gate_bias: b_g, [H] or [1, H]; None for none.
         epsilon: added to the variance, in fp32; finite and >= 0.
@@ -240,7 +214,7 @@ def fused_dit_gate_residual_layernorm_gamma_beta(
         residual_out: [B, R, H], written with h, rounded to the residual's dtype, in place of a new tensor.
         norm_out: [B, R, H] in the input's dtype, or codes: int32 [B, R, H/8] (NVFP4) or [B, R, H/4] (MXFP8).
         sf_out: uint8 [B, ceil(R/128), K, 32, 4, 4], K = ceil(H/64) (NVFP4) or ceil(H/128): scales in tiles, padding 0.
-        return_scales: the scales are returned too.
+        return_scales: the scales are returned too. Codes whose scales nobody asked for are warned of once.
         enable_pdl: programmatic dependent launch. None and True mean on from compute capability 9.0.
         numerics: "flashinfer" normalises the unrounded h, the other modes what is stored.
 
@@ -257,10 +231,11 @@ def fused_dit_gate_residual_layernorm_gamma_beta(
         "residual_out": residual_out, "out": norm_out, "scale": sf_out,
         "input_factor": input_global_scaling_factor, "global_scale": global_scaling_factor,
     }  # fmt: skip
-    form = _form("gamma_beta", use_nvfp4, use_mxfp8)
-    return _run("gamma_beta", form, given, epsilon, numerics, enable_pdl, return_scales)
+    flags = {"use_nvfp4": use_nvfp4, "use_mxfp8": use_mxfp8, "return_scales": return_scales}
+    return _run("gamma_beta", given, epsilon, numerics, enable_pdl, **flags)
 
 
+@_warm(OPERATORS["gate_scale_shift", ""])
 def fused_dit_gate_residual_layernorm_scale_shift(
     input: torch.Tensor,
     residual: torch.Tensor,
@@ -306,10 +281,11 @@ def fused_dit_gate_residual_layernorm_scale_shift(
         "residual_out": residual_out, "out": norm_out, "scale": sf_out,
         "input_factor": input_global_scaling_factor, "global_scale": global_scaling_factor,
     }  # fmt: skip
-    form = _form("gate_scale_shift", use_nvfp4, use_mxfp8)
-    return _run("gate_scale_shift", form, given, epsilon, numerics, enable_pdl, return_scales)
+    flags = {"use_nvfp4": use_nvfp4, "use_mxfp8": use_mxfp8, "return_scales": return_scales}
+    return _run("gate_scale_shift", given, epsilon, numerics, enable_pdl, **flags)
 
 
+@_warm(OPERATORS["scale_shift", ""])
 def fused_dit_residual_layernorm_scale_shift(
     input: torch.Tensor,
     scale: torch.Tensor,
@@ -354,5 +330,5 @@ def fused_dit_residual_layernorm_scale_shift(
         "residual_out": residual_out, "out": norm_out, "scale": sf_out,
         "input_factor": input_global_scaling_factor, "global_scale": global_scaling_factor,
     }  # fmt: skip
-    form = _form("scale_shift", use_nvfp4, use_mxfp8)
-    return _run("scale_shift", form, given, epsilon, numerics, enable_pdl, return_scales)
+    flags = {"use_nvfp4": use_nvfp4, "use_mxfp8": use_mxfp8, "return_scales": return_scales}
+    return _run("scale_shift", given, epsilon, numerics, enable_pdl, **flags)

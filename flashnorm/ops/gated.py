@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from flashnorm import reference
+from flashnorm.core import device as devices
+from flashnorm.core import plan
+from flashnorm.core.checks import check_present
 from flashnorm.core.op import NUMERICS, Op
 from flashnorm.ops import programs
 from flashnorm.program import (
@@ -61,9 +64,9 @@ MIXED_NEXT = Op(
     },
     **_MIXED,
 )
-_MIX, _MIX_NEXT = MIXED.behind(), MIXED_NEXT.behind()
 
 
+@MIXED.warm()
 def gated_residual_rmsnorm(
     branch: torch.Tensor,
     residual: torch.Tensor,
@@ -106,10 +109,11 @@ def gated_residual_rmsnorm(
         RuntimeError: where no route serves the device, or a gradient would be lost.
     """
     given = (branch, weight, alpha, beta, residual, out)
-    made: Tensor = _MIX(*given, eps=eps, center=gain_center, numerics=numerics, enable_pdl=enable_pdl)
+    made: Tensor = MIXED.checked(*given, gain_center, eps, numerics, enable_pdl)
     return made
 
 
+@MIXED_NEXT.warm()
 def gated_residual_next_rmsnorm(
     branch: torch.Tensor,
     residual: torch.Tensor,
@@ -157,39 +161,51 @@ def gated_residual_next_rmsnorm(
         As `gated_residual_rmsnorm`.
     """
     given = (branch, post_weight, alpha, beta, residual, residual_out, next_weight, ffn_input)
-    numbers = {"eps": post_eps, "center": post_gain_center, "next_eps": next_eps, "next_center": next_gain_center}
-    pair: tuple[Tensor, Tensor] = _MIX_NEXT(*given, **numbers, numerics=numerics, enable_pdl=enable_pdl)
+    numbers = (post_gain_center, post_eps, next_eps, next_gain_center)
+    pair: tuple[Tensor, Tensor] = MIXED_NEXT.checked(*given, *numbers, numerics, enable_pdl)
     return pair
 
 
 # ------------------------------------------------------------------ a gate
-def _gated(present: programs.Present, options: programs.Options) -> RowProgram:
+def _gated(present: programs.Present, options: programs.Options, *, dst: str) -> RowProgram:
     act, before = options["activation"], options["norm_before_gate"] == "yes"
     gain = (Affine(),) if "weight" in present else ()
     return RowProgram(
         load=LoadRow() if before else LoadGated(act),
         stats=Rms(),
         maps=(*gain, Gate(act)) if before else gain,
-        store=Cast("x"),
+        store=Cast(dst),
     )
 
 
-GATED = Op(
-    "rmsnorm_sigmoid_gate",
-    program=_gated,
-    reference=reference.rmsnorm_sigmoid_gate,
-    options={
+_BEFORE: dict[Any, str] = {"yes": "yes", "no": "no", True: "yes", False: "no"}
+_GATED: dict[str, Any] = {
+    "options": {
         "numerics": NUMERICS,
         "activation": {"sigmoid": "sigmoid", "silu": "silu"},
-        "norm_before_gate": {"yes": "yes", "no": "no", True: "yes", False: "no"},
+        "norm_before_gate": _BEFORE,
     },
-    optional=("weight",),
-    broadcast_vecs=True,
-    returns=(),
+    "optional": ("weight",),
+    "broadcast_vecs": True,
+}
+GATED_NEW = Op(
+    "rmsnorm_gate",
+    program=functools.partial(_gated, dst="out"),
+    reference=reference.rmsnorm_gate,
+    public=False,
+    **_GATED,
 )
-_GATE = GATED.behind()
+GATED = Op(
+    "rmsnorm_sigmoid_gate",
+    program=functools.partial(_gated, dst="x"),
+    reference=reference.rmsnorm_sigmoid_gate,
+    returns=(),
+    functional=GATED_NEW,
+    **_GATED,
+)
 
 
+@GATED.warm(unless=("group_size",))
 def rmsnorm_sigmoid_gate(
     input: torch.Tensor,
     gate: torch.Tensor,
@@ -226,28 +242,107 @@ def rmsnorm_sigmoid_gate(
         ValueError: for a wrong dtype, shape, device, overlap or option, before anything is launched.
         RuntimeError: where no route serves the device, or a gradient would be lost.
     """
-    if group_size is not None:
-        input, gate, weight = _grouped(input, gate, weight, group_size)
-    _GATE(input, weight, gate, eps, numerics, activation, norm_before_gate, enable_pdl)
+    GATED.checked(
+        *_grouped(GATED, input, gate, weight, group_size), eps, numerics, activation, norm_before_gate, enable_pdl
+    )
 
 
-def _grouped(input: Any, gate: Any, weight: Any, group_size: Any) -> tuple[Any, Any, Any]:
-    """Rows of groups in place of rows, over the same memory."""
-    called = GATED.called
-    for name, tensor in (("input", input), ("gate", gate)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{called}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1 or input.dim() < 1:
-        raise ValueError(f"{called}: group_size must be a positive divisor of H, got {group_size!r}")
+@GATED_NEW.warm(unless=("group_size",))
+def rmsnorm_gate(
+    input: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    out: torch.Tensor | None = None,
+    *,
+    group_size: int | None = None,
+    activation: str = "sigmoid",
+    norm_before_gate: bool = True,
+    enable_pdl: bool | None = None,
+    numerics: str = "flashinfer",
+) -> torch.Tensor:
+    r"""`rmsnorm_sigmoid_gate` into a new tensor; its gradient is not there yet, and asking for it raises.
+
+    .. math::
+        y = \operatorname{rmsnorm}(x) \cdot w \cdot \operatorname{act}(g), \quad\text{or}\quad
+        y = \operatorname{rmsnorm}(x \cdot \operatorname{act}(g)) \cdot w
+
+    Args:
+        input: x, [..., H], fp32, fp16 or bf16; any strides.
+        out: [..., H] of the input's dtype, or the input itself; written in place of a new tensor.
+        gate, weight, eps, group_size, activation, norm_before_gate, enable_pdl, numerics: as in
+            `rmsnorm_sigmoid_gate`.
+
+    Returns:
+        out.
+
+    Raises:
+        As `rmsnorm_sigmoid_gate`.
+    """
+    given, new = _grouped(GATED_NEW, input, gate, weight, group_size), out
+    if group_size is not None and isinstance(out, torch.Tensor) and out.shape == input.shape:
+        new = out.unflatten(-1, (-1, group_size))  # with another shape, it is refused
+    made: Tensor = GATED_NEW.checked(*given, new, eps, numerics, activation, norm_before_gate, enable_pdl)
+    if group_size is None:
+        return made
+    return made.flatten(-2) if out is None else out
+
+
+def _grouped(op: Op, input: Any, gate: Any, weight: Any, group_size: Any) -> tuple[Any, Any, Any]:
+    """(input, weight, gate), as rows of groups over the same memory where groups are normalised by themselves."""
+    if isinstance(weight, torch.Tensor) and isinstance(input, torch.Tensor) and weight.shape != input.shape[-1:]:
+        raise ValueError(f"{op.called}: weight must have shape {tuple(input.shape[-1:])}, got {tuple(weight.shape)}")
+    if group_size is None:
+        return input, weight, gate
+    check_present(op, [{"x": input, "weight": weight, "gate": gate}.get(o.name) for o in op.operands])
     hidden = input.shape[-1]
-    if hidden % group_size or gate.shape != input.shape:
+    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1 or hidden % group_size:
         raise ValueError(
-            f"{called}: group_size must divide the last dimension of input and gate, got {group_size!r} for "
-            f"{tuple(input.shape)} and {tuple(gate.shape)}"
+            f"{op.called}: group_size must be a positive divisor of the last dimension, {hidden}, got {group_size!r}"
         )
+    if gate.shape != input.shape:
+        raise ValueError(f"{op.called}: gate must have shape {tuple(input.shape)}, got {tuple(gate.shape)}")
     shape = (hidden // group_size, group_size)
-    if isinstance(weight, torch.Tensor):
-        if tuple(weight.shape) != (hidden,):
-            raise ValueError(f"{called}: weight must have shape ({hidden},), got {tuple(weight.shape)}")
-        weight = weight.unflatten(-1, shape)
-    return input.unflatten(-1, shape), gate.unflatten(-1, shape), weight
+    return (
+        input.unflatten(-1, shape),
+        None if weight is None else weight.unflatten(-1, shape),
+        gate.unflatten(-1, shape),
+    )
+
+
+# ------------------------------------------------------------------ probes
+def supports_gated_residual_rmsnorm(branch: Any, residual: Any, weight: Any, alpha: Any, beta: Any) -> bool:
+    """Whether `gated_residual_rmsnorm` takes these arguments and has a route for them. Never raises."""
+    return _takes(MIXED, x=branch, gain=weight, alpha=alpha, beta=beta, residual=residual)
+
+
+def supports_gated_residual_next_rmsnorm(
+    branch: Any, residual: Any, next_weight: Any, alpha: Any, beta: Any, *, post_weight: Any = None
+) -> bool:
+    """Whether `gated_residual_next_rmsnorm` takes these arguments and has a route for them. Never raises."""
+    given = {"x": branch, "gain": post_weight, "alpha": alpha, "beta": beta, "residual": residual}
+    return _takes(MIXED_NEXT, **given, next_weight=next_weight)
+
+
+def supports_rmsnorm_sigmoid_gate(dtype: Any, head_dim: Any, device: Any = None) -> bool:
+    """Whether `rmsnorm_sigmoid_gate` takes rows of a dtype and a width, on a device. Never raises.
+
+    Args:
+        dtype: of the input and the gate.
+        head_dim: H.
+        device: None for the current CUDA device, or the CPU where there is none.
+    """
+    try:
+        where = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
+        one = torch.empty(0, head_dim, dtype=dtype)  # CUDA is not asked for memory
+        return _takes(GATED, where, x=one, gate=one)
+    except Exception:  # whatever it is that no tensor can be made of
+        return False
+
+
+def _takes(op: Op, where: torch.device | None = None, **given: Any) -> bool:
+    try:
+        program = op.accepts(*(given.get(operand.name) for operand in op.operands))
+        return program and plan.explain(op, devices.facts(where or given["x"].device)).route is not None
+    except Exception:  # the answer is no
+        return False

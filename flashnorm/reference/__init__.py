@@ -31,7 +31,12 @@ from flashnorm.reference.dit import (
     fused_dit_gate_residual_layernorm_scale_shift,
     fused_dit_residual_layernorm_scale_shift,
 )
-from flashnorm.reference.gated import gated_residual_next_rmsnorm, gated_residual_rmsnorm, rmsnorm_sigmoid_gate
+from flashnorm.reference.gated import (
+    gated_residual_next_rmsnorm,
+    gated_residual_rmsnorm,
+    rmsnorm_gate,
+    rmsnorm_sigmoid_gate,
+)
 from flashnorm.reference.layer import add_layernorm, fused_add_layernorm, layernorm, layernorm_quant
 from flashnorm.reference.rms import (
     add_rmsnorm,
@@ -84,6 +89,7 @@ __all__ = [
     "rmsnorm",
     "rmsnorm_dynamic_quant",
     "rmsnorm_fp4quant",
+    "rmsnorm_gate",
     "rmsnorm_mxfp8_quant",
     "rmsnorm_quant",
     "rmsnorm_sigmoid_gate",

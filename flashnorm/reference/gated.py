@@ -70,22 +70,24 @@ def _mixed(
     return beta.float() * n + residual.float() * (alpha_value if alpha is None else alpha.float())
 
 
-def rmsnorm_sigmoid_gate(
+def rmsnorm_gate(
     *,
     x: Tensor,
     weight: Tensor | None,
     gate: Tensor,
+    out: Tensor,
     eps: float,
     numerics: str,
     activation: str,
     norm_before_gate: str,
 ) -> None:
-    """x <- rmsnorm(x) * weight * act(gate), or rmsnorm(x * act(gate)) * weight.
+    """out = rmsnorm(x) * weight * act(gate), or rmsnorm(x * act(gate)) * weight.
 
     Args:
-        x: [..., H], fp32, fp16 or bf16, overwritten.
+        x: [..., H], fp32, fp16 or bf16.
         weight: broadcasts to x, last dimension H, any of the three dtypes; None for no weight.
         gate: like x, of any of the three dtypes.
+        out: like x, written. May be x itself.
         eps: a finite value >= 0, used as fp32.
         numerics: any mode; they are the same here.
         activation: "sigmoid", or "silu", g * sigmoid(g).
@@ -94,7 +96,12 @@ def rmsnorm_sigmoid_gate(
     act, before = _activated(gate.float(), activation), norm_before_gate == "yes"
     h = x.float() if before else x.float() * act
     y, _ = norms.rms_norm(h, weight, x.dtype, eps=eps, numerics="hf-gemma")
-    rows.write((x, y * act if before else y))
+    rows.write((out, y * act if before else y))
+
+
+def rmsnorm_sigmoid_gate(*, x: Tensor, **given: Any) -> None:
+    """`rmsnorm_gate` in place."""
+    rmsnorm_gate(x=x, out=x, **given)
 
 
 def _activated(gate: Tensor, activation: str) -> Tensor:
