@@ -86,9 +86,11 @@ def _gated(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """(h as it is stored, in that dtype; h that is normalised, fp32)."""
-    factor: Tensor | float = input_factor_value if input_factor is None else input_factor.float().reshape(())
-    h = x.float() * (factor if gate is None else _biased(gate, gate_bias) * factor)
-    return rows.store(h if residual is None else h + residual.float(), residual_out.dtype, numerics)
+    factor = quantise.number(input_factor, input_factor_value, x)
+    factor = factor if gate is None else _biased(gate, gate_bias) * factor
+    # Rows may be far from zero and close together: a second rounding of h would be as large as what is left of them.
+    h = x.float() * factor if residual is None else rows.fma(x.float(), factor, residual.float())
+    return rows.store(h, residual_out.dtype, numerics)
 
 
 def _biased(vector: Tensor, bias: Tensor | None) -> Tensor:

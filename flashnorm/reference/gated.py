@@ -67,7 +67,8 @@ def _mixed(
     """r before it is stored, fp32."""
     v = x.float() if gain is None else x.float() * (gain.float() + center)
     n, _ = norms.rms_norm(v, None, torch.float32, eps=eps, numerics="hf-gemma")
-    return beta.float() * n + residual.float() * (alpha_value if alpha is None else alpha.float())
+    scaled = residual.float() * (alpha_value if alpha is None else alpha.float())
+    return rows.fma(beta.float(), n, scaled)
 
 
 def rmsnorm_gate(

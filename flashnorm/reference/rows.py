@@ -49,6 +49,13 @@ def store(h: Tensor, dtype: torch.dtype, numerics: str) -> tuple[Tensor, Tensor]
     return stored, stored.float() if _ROUNDS_RESIDUAL[numerics] else h
 
 
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of fp32 tensors in one rounding (twice in 2^29): by way of fp64, where the device has that."""
+    if c.device.type == "mps":
+        return a * b + c
+    return (a.double() * b.double() + c.double()).float()
+
+
 def rounding(*tensors: Tensor | None) -> torch.dtype:
     """T, the dtype that "rounded" means: that of the first floating-point tensor among input, result and weight."""
     return next((t.dtype for t in tensors if t is not None and t.dtype in _FLOATS), torch.bfloat16)
