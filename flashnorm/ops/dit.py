@@ -58,7 +58,8 @@ def _program(present: programs.Present, options: programs.Options, *, mode: Mode
     )
     scaled = ScaleShift("mod_scale_bias" in present, "shift_bias" in present)
     gain = AffineBias() if mode == "gamma_beta" else scaled
-    return RowProgram(load, MeanVar(), (gain, Round()), _store(form, present))
+    # Codes are made of the rounded norm; where that is what is stored, the store rounds it.
+    return RowProgram(load, MeanVar(), (gain, Round()) if form else (gain,), _store(form, present))
 
 
 def _declare(mode: Mode, form: Format) -> Op:
