@@ -1,4 +1,4 @@
-"""SiLU of a group: exp and the quotient by the operations that `program.stages.Silu` lists.
+"""SiLU and sigmoid of a group: exp and the quotient by the operations that `program.stages.Silu` lists.
 
 Within +-87 nothing overflows, and the quotient is one with a reciprocal and a correction, without a branch: the
 reciprocal is what `rcp.rn` makes of a normal number, so rounded correctly, and a quotient near it, corrected once by
@@ -6,7 +6,8 @@ the exact remainder, is then the rounded quotient (P. Markstein, Computation of 
 System/6000 processor, 1990). The remainder is taken with the sign that leaves a quotient of -0 as it is.
 
 A group with a number beyond that goes another way: above 87 exp(-y) adds nothing to 1; below -88.5 it is infinite;
-between, the quotient is taken with a divisor scaled by 2^-64, whose inverse is a normal number.
+between, the quotient is taken with a divisor scaled by 2^-64, whose inverse is a normal number. Sigmoid is the
+reciprocal alone: there, `rcp.rn` itself goes the other way.
 """
 
 import struct
@@ -36,9 +37,13 @@ _DIVISOR = (
 )
 
 
+def _reciprocal(d, z):
+    return f"rcp.approx.ftz.f32 r, {d}; neg.f32 e, {d}; fma.rn.f32 e, e, r, {_ONE}; fma.rn.f32 {z}, e, r, r; "
+
+
 def _quotient(y, d, z):
     return (
-        f"rcp.approx.ftz.f32 r, {d}; neg.f32 e, {d}; fma.rn.f32 e, e, r, {_ONE}; fma.rn.f32 r, e, r, r; "
+        f"{_reciprocal(d, 'r')}"
         f"mul.rn.f32 k, {y}, r; neg.f32 f, {y}; fma.rn.f32 f, {d}, k, f; neg.f32 r, r; fma.rn.f32 {z}, f, r, k; "
     )
 
@@ -50,21 +55,28 @@ _FAR = (
     f"mul.rn.f32 d, {{y}}, {_f(0.0)}; setp.lt.f32 q, {{y}}, {_f(-EXP_TO)}; selp.f32 {{z}}, d, {{z}}, q; "
     f"setp.gt.f32 q, {{y}}, {_LIMIT}; selp.f32 {{z}}, {{y}}, {{z}}, q; "
 )
+_NEAR_SIGMOID = _DIVISOR + _reciprocal("d", "{z}")
+_FAR_SIGMOID = (
+    f"{_DIVISOR} rcp.rn.f32 {{z}}, d; setp.gt.f32 q, {{y}}, {_LIMIT}; selp.f32 {{z}}, {_ONE}, {{z}}, q; "
+    f"setp.lt.f32 q, {{y}}, {_f(-EXP_TO)}; selp.f32 {{z}}, {_f(0.0)}, {{z}}, q; "
+    f"setp.eq.f32 q, {{y}}, {{y}}; selp.f32 {{z}}, {{z}}, {{y}}, q; "
+)
+_TEXTS = {"silu": (_NEAR, _FAR, "max.f32"), "sigmoid": (_NEAR_SIGMOID, _FAR_SIGMOID, "max.NaN.f32")}
 
 
 def _each(code):
     return " ".join(code.replace("{y}", f"${GROUP + i}").replace("{z}", f"${i}") for i in range(GROUP))
 
 
-def _text():
-    most = " ".join(f"abs.f32 d, ${GROUP + i}; max.f32 m, m, d;" for i in range(GROUP))
+def _text(near, far, join):
+    most = " ".join(f"abs.f32 d, ${GROUP + i}; {join} m, m, d;" for i in range(GROUP))
     return (
         f"{{ .reg .pred p, q; .reg .f32 d, e, f, k, m, r; .reg .b32 b, c; mov.b32 m, 0; {most} "
-        f"setp.le.f32 p, m, {_LIMIT}; @p bra NEAR; {_each(_FAR)} bra DONE; NEAR: {_each(_NEAR)} DONE: }}"
+        f"setp.le.f32 p, m, {_LIMIT}; @p bra NEAR; {_each(far)} bra DONE; NEAR: {_each(near)} DONE: }}"
     )
 
 
-def silu(k, stage, j, n):
-    """y = div(y, add(1, exp(-y)))."""
+def activate(values, name):
+    """div(y, add(1, exp(-y))) of 8 values for "silu", div(1, add(1, exp(-y))) for "sigmoid"."""
     constraints = ",".join(["=&f"] * GROUP + ["f"] * GROUP)
-    return asm_many(T.f32(), GROUP, _text(), constraints, n)
+    return asm_many(T.f32(), GROUP, _text(*_TEXTS[name]), constraints, values)
