@@ -82,7 +82,8 @@ class Residual:
 class Product:
     """h, a product of x and something else; it waits in fp32, or is made again. Subclasses say `_make(j)`."""
 
-    neutral, vecs = None, ()
+    neutral = None
+    vecs: tuple = ()
 
     def __init__(self, k, stage):
         self.k, self.stage = k, stage
