@@ -10,6 +10,7 @@ import torch
 from tests.combos import HIDDEN, HIDDEN_LONG, HIDDEN_ODD, SCALED_HIDDEN, TOKENS
 from tests.gatecombos import COMBOS, DIT, GATE, NEXT, OVER, USUAL, B, GateCombo, of_shape
 from tests.gatekit import GateProblem, judge
+from tests.golden.digests import gate_problem, golden_digests, golden_file
 from tests.inputs import SPECIAL
 from tests.tolerance import MIN_SHARE_ELEMENTS, Pool, assert_same_bits
 
@@ -68,6 +69,12 @@ def test_outputs_may_be_inputs(combo: GateCombo, exact_route: str, device: torch
         problem = GateProblem(combo, of_shape(combo, count, h), device)
         for out in ("alias", "contiguous") if combo.aliases else ("contiguous",):
             problem.check_bits(problem.run(exact_route, out), f"out {out} on {exact_route}")
+
+
+@every_combo
+def test_golden_bits(combo: GateCombo, exact_route: str, device: torch.device) -> None:
+    problem = gate_problem(combo, device)
+    assert golden_digests(problem.run(exact_route), combo) == golden_file()[problem.what]
 
 
 # ------------------------------------------------------------------ batches
