@@ -245,3 +245,12 @@ def assert_share_of(got: torch.Tensor, want: torch.Tensor, what: str, *, worst: 
     assert int(steps.max()) <= worst, f"{what}: {int(steps.max())} steps"
     part = float((steps != 0).double().mean())
     assert part <= share, f"{what}: {part:.5%} of the elements differ, at most {share:.3%} may"
+
+
+def assert_no_worse(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, what: str) -> None:
+    """Of a whole module, by the same module in fp64: its error is at most twice that of eager PyTorch in that dtype."""
+    assert got.shape == exact.shape and got.dtype == eager.dtype, f"{what}: {tuple(got.shape)}, {got.dtype}"
+    own, other = ((t.detach().cpu().double() - exact.cpu()).abs() for t in (got, eager))
+    assert bool(own.isfinite().all()) and float(other.max()) > 0, f"{what}: nothing to compare"
+    for name, mine, theirs in (("error", own.norm(), other.norm()), ("worst error", own.max(), other.max())):
+        assert float(mine) <= EAGER_FACTOR * float(theirs), f"{what}: {name} {mine:g}, eager PyTorch's {theirs:g}"

@@ -1,4 +1,4 @@
-// SiLU, and what a sigmoid is made of. The host has an exponential of its own and divides. The device takes the
+// Sigmoid and SiLU of N values. The host has an exponential of its own and divides. The device takes the
 // approximations that GPUs have of 2^x and 1/x and corrects them, by the operations of the CuTe route
 // (flashnorm/kernels/silu.py says why they are good enough). program/stages.py lists both.
 #pragma once
@@ -6,6 +6,9 @@
 #include "fp.cuh"
 
 namespace flashnorm {
+
+enum class Activation { kSigmoid, kSilu };
+
 namespace activation {
 
 #if FN_FAST
@@ -30,26 +33,34 @@ FN_HOST_DEVICE float quotient(float y, Divisor by) {
   return fp::fma(fp::fma(by.w, near, fp::fma(by.d, near, -y)), -inverse, near);
 }
 
-FN_HOST_DEVICE float silu_far(float y) {
-  const Divisor by = divisor(y);
-  const Divisor less{fp::mul(by.d, 0x1p-64f), fp::mul(by.w, 0x1p-64f)};  // where the inverse of d is subnormal
-  const float result = y < -87.0f ? fp::mul(quotient(y, less), 0x1p-64f) : quotient(y, by);
-  const float low = y < -88.5f ? fp::mul(y, 0.0f) : result;
-  return y > 87.0f ? y : low;
+// y's part in the quotient: y itself, or 1.
+template <Activation kActivation>
+FN_HOST_DEVICE float dividend(float y) {
+  return kActivation == Activation::kSilu ? y : 1.0f;
 }
 
-template <int N>
-FN_HOST_DEVICE void silu(float (&v)[N]) {
+template <Activation kActivation>
+FN_HOST_DEVICE float apply_far(float y) {
+  const float n = dividend<kActivation>(y);
+  const Divisor by = divisor(y);
+  const Divisor less{fp::mul(by.d, 0x1p-64f), fp::mul(by.w, 0x1p-64f)};  // where the inverse of d is subnormal
+  const float result = y < -87.0f ? fp::mul(quotient(n, less), 0x1p-64f) : quotient(n, by);
+  const float low = y < -88.5f ? fp::mul(n, 0.0f) : result;
+  return y > 87.0f ? n : low;
+}
+
+template <Activation kActivation, int N>
+FN_HOST_DEVICE void apply(float (&v)[N]) {
   // All below 64, and no NaN? The bits of all together are at least the largest one.
   uint32_t together = 0;
   FN_UNROLL
   for (int i = 0; i < N; ++i) together |= bits_of(v[i]);
   if (float_of(together & 0x7FFFFFFFu) < 64.0f) {
     FN_UNROLL
-    for (int i = 0; i < N; ++i) v[i] = quotient(v[i], divisor(v[i]));
+    for (int i = 0; i < N; ++i) v[i] = quotient(dividend<kActivation>(v[i]), divisor(v[i]));
   } else {
     FN_UNROLL
-    for (int i = 0; i < N; ++i) v[i] = silu_far(v[i]);
+    for (int i = 0; i < N; ++i) v[i] = apply_far<kActivation>(v[i]);
   }
 }
 
@@ -71,18 +82,26 @@ FN_HOST_DEVICE float exponential(float t) {
   return float_of(bits_of(p) + (bits_of(shifted) << 23));
 }
 
-template <int N>
-FN_HOST_DEVICE void silu(float (&v)[N]) {
+template <Activation kActivation, int N>
+FN_HOST_DEVICE void apply(float (&v)[N]) {
   FN_UNROLL
   for (int i = 0; i < N; ++i) {
     const float t = -v[i];
     const float e = exponential(t < -87.0f ? -87.0f : t);
     const float d = fp::add(1.0f, t > 88.5f ? float_of(0x7F800000u) : e);
-    v[i] = t == t ? fp::div(v[i], d) : v[i];
+    const float result = kActivation == Activation::kSilu ? fp::div(v[i], d) : fp::reciprocal(d);
+    v[i] = t == t ? result : v[i];
   }
 }
 
 #endif
 
 }  // namespace activation
+
+// v <- div(1, add(1, exp(-v))), or div(v, add(1, exp(-v))).
+template <Activation kActivation, int N>
+FN_HOST_DEVICE void activate(float (&v)[N]) {
+  activation::apply<kActivation>(v);
+}
+
 }  // namespace flashnorm

@@ -49,6 +49,7 @@ class Frame:
         pool_ok: whether the row's index lies in the pool (int32), or None where rows are not picked.
         held: what a load stage keeps for the later passes, by round (hold="registers").
         native_fp4: the target has conversions to e2m1.
+        scalars: the launch's fp32 values by name.
     """
 
     native_fp4 = False
@@ -57,6 +58,7 @@ class Frame:
         self.tile, self.variant, self.sm, self.tensors, self.tid = tile, variant, sm, tensors, tid
         self.operands = {o.name: o for o in variant.program.operands()}
         self.held: dict = {}
+        self.scalars: dict = {}
         self.stage_names: tuple = ()
         self.pool_row, self.pool_ok = None, None
         self._raw, self._bases, self._masks = {}, {}, {}

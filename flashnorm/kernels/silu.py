@@ -1,7 +1,7 @@
-"""SiLU of a group, and what a sigmoid is made of: exponentials and quotients by the units that GPUs have for them.
+"""SiLU and sigmoid of a group: exponentials and quotients by the units that GPUs have for them.
 
 exp(-y) is e, the approximate 2^t for t = -y log2(e), rounded, and w = e (-y - t ln(2)), what the rounding of t lost of
-it. The quotient is y times the approximate reciprocal of d = 1 + e, corrected once by the remainder, to which w
+it. The quotient is y, or 1, times the approximate reciprocal of d = 1 + e, corrected once by the remainder, to which w
 belongs: so the error of a result is that of 2^t, the rounding of d and half an ulp. The sign of the remainder is the
 one that leaves a quotient of -0 as it is. `csrc` has the same operations in the same order: the two routes give equal
 bits on one architecture.
@@ -34,26 +34,33 @@ _DIVISOR = (
 )
 
 
-# z = y / (d + w)
-_QUOTIENT = (
-    "rcp.approx.ftz.f32 r, d; mul.rn.f32 k, {y}, r; neg.f32 f, {y}; fma.rn.f32 f, d, k, f; fma.rn.f32 f, w, k, f; "
-    "neg.f32 r, r; fma.rn.f32 {z}, f, r, k; "
-)
-_NEAR = _DIVISOR + _QUOTIENT
-_FAR = (
-    f"{_NEAR} mul.rn.f32 d, d, {_SMALL}; mul.rn.f32 w, w, {_SMALL}; {_QUOTIENT.replace('{z}', 'd')} "
-    f"mul.rn.f32 d, d, {_SMALL}; "
-    f"setp.lt.f32 q, {{y}}, {_f(EXP_FROM)}; selp.f32 {{z}}, d, {{z}}, q; "
-    f"mul.rn.f32 d, {{y}}, {_f(0.0)}; setp.lt.f32 q, {{y}}, {_f(-EXP_TO)}; selp.f32 {{z}}, d, {{z}}, q; "
-    f"setp.gt.f32 q, {{y}}, {_LIMIT}; selp.f32 {{z}}, {{y}}, {{z}}, q; "
-)
+def _quotient(n, z):
+    """z = n / (d + w)."""
+    return (
+        f"rcp.approx.ftz.f32 r, d; mul.rn.f32 k, {n}, r; neg.f32 f, {n}; fma.rn.f32 f, d, k, f; fma.rn.f32 f, w, k, f; "
+        f"neg.f32 r, r; fma.rn.f32 {z}, f, r, k; "
+    )
+
+
+def _near(n):
+    return _DIVISOR + _quotient(n, "{z}")
+
+
+def _far(n):
+    return (
+        f"{_near(n)} mul.rn.f32 d, d, {_SMALL}; mul.rn.f32 w, w, {_SMALL}; {_quotient(n, 'd')} "
+        f"mul.rn.f32 d, d, {_SMALL}; "
+        f"setp.lt.f32 q, {{y}}, {_f(EXP_FROM)}; selp.f32 {{z}}, d, {{z}}, q; "
+        f"mul.rn.f32 d, {n}, {_f(0.0)}; setp.lt.f32 q, {{y}}, {_f(-EXP_TO)}; selp.f32 {{z}}, d, {{z}}, q; "
+        f"setp.gt.f32 q, {{y}}, {_LIMIT}; selp.f32 {{z}}, {n}, {{z}}, q; "
+    )
 
 
 def _each(code):
     return " ".join(code.replace("{y}", f"${GROUP + i}").replace("{z}", f"${i}") for i in range(GROUP))
 
 
-def _text():
+def _text(n):
     # Bits of all numbers together are at least the largest one: half the instructions of a maximum.
     together = " ".join(f"or.b32 b, b, c{i};" for i in range(GROUP))
     bits = " ".join(f"mov.b32 c{i}, ${GROUP + i};" for i in range(GROUP))
@@ -61,11 +68,14 @@ def _text():
     return (
         f"{{ .reg .pred p, q; .reg .f32 d, e, f, k, r, w; .reg .b32 b, {names}; mov.b32 b, 0; {bits} {together} "
         f"mov.b32 d, b; abs.f32 d, d; setp.lt.f32 p, d, {_f(64.0)}; "
-        f"@p bra NEAR; {_each(_FAR)} bra DONE; NEAR: {_each(_NEAR)} DONE: }}"
+        f"@p bra NEAR; {_each(_far(n))} bra DONE; NEAR: {_each(_near(n))} DONE: }}"
     )
 
 
-def silu(k, stage, j, n):
-    """y = div(y, add(1, exp(-y))), within 4 ulp."""
+_TEXTS = {"silu": _text("{y}"), "sigmoid": _text(_ONE)}
+
+
+def activate(values, name):
+    """div(y, add(1, exp(-y))) of 8 values for "silu", div(1, add(1, exp(-y))) for "sigmoid", within 4 ulp."""
     constraints = ",".join(["=&f"] * GROUP + ["f"] * GROUP)
-    return asm_many(T.f32(), GROUP, _text(), constraints, n)
+    return asm_many(T.f32(), GROUP, _TEXTS[name], constraints, values)

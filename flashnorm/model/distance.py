@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashnorm.model import formats
-from flashnorm.program import BlockScales, RowProgram, Silu
+from flashnorm.program import BlockScales, Cast, Gate, LoadGated, RowProgram, Silu
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _FAR = 1 << 31
@@ -50,11 +50,12 @@ def agree(program: RowProgram, got: Mapping[str, Tensor], wanted: Mapping[str, T
     Equal bits; of programs with an exponential, for which GPUs use their approximation, within one step, fp32 within
     four. Codes with another scale than the model's are not compared.
     """
-    if Silu() not in program.maps:
+    if not any(isinstance(stage, Silu | Gate | LoadGated) for stage in program.stages()):
         return same_bits(got, wanted)
     kinds = {o.name: o.kind for o in program.operands()}
-    out, right = got["out"], wanted["out"]
-    if kinds["out"] == "pairs":
+    name = program.store.dst if isinstance(program.store, Cast) else "out"
+    out, right = got[name], wanted[name]
+    if kinds[name] == "pairs":
         out, right = (t.contiguous().view(torch.uint8).view(formats.E2M1) for t in (out, right))
     apart = steps(out, right)
     apart = apart.view(-1, apart.shape[-1])

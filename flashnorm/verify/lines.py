@@ -14,7 +14,7 @@ from flashnorm.core.dispatch import backend
 from flashnorm.core.op import Op
 from flashnorm.model import agree, canonical, exact, same_bits, steps
 from flashnorm.model.formats import LARGEST
-from flashnorm.program import SCALES, Affine, MeanVar, Operand, rounding
+from flashnorm.program import SCALES, Affine, MeanVar, MixResidual, Operand, rounding
 from flashnorm.verify import problem as problems
 from flashnorm.verify.cases import FP32, Case, label
 from flashnorm.verify.problem import Problem, make_problem
@@ -160,9 +160,9 @@ def _judge(
         # Rounded norms and their scales have few bits, so that a quotient may lie half-way between two codes exactly.
         # Both are right: which one it is depends on the last bit of 1 / scale.
         apart = torch.stack([apart, *(steps(got, wanted * (1 + s)) for s in (HALF_WAY, -HALF_WAY))]).amin(0)
-    if got.element_size() == 2 and _differences(problem):
+    if got.element_size() == 2 and (isinstance(problem.program.stats, MeanVar) or _mixed(problem, name)):
         # Where the result is a difference of larger numbers, what they lost may be more than a step of it.
-        lost = FP32_OF_ROW * _largest(problem, wanted)
+        lost = FP32_OF_ROW * _largest(problem, name, wanted)
         apart = torch.where((got.double() - wanted).abs() <= lost, 0, apart)
     twice = any(isinstance(stage, Affine) and stage.round_norm for stage in problem.program.maps)
     allowed = 2 if twice and got.element_size() == 2 else 1
@@ -179,16 +179,25 @@ def _fp32_bound(problem: Problem, operand: Operand, wanted: Tensor) -> Tensor:
         dtypes = tuple(str(problem.given[o.name].dtype).removeprefix("torch.") for o in problem.program.operands())
         kind = getattr(torch, rounding(problem.program, dtypes))
         return max(torch.finfo(kind).eps, FP32_RELATIVE) * wanted.abs()
-    largest = _largest(problem, wanted) if wanted.ndim > 1 else torch.zeros_like(wanted)
+    largest = _largest(problem, operand.name, wanted) if wanted.ndim > 1 else torch.zeros_like(wanted)
     return FP32_RELATIVE * wanted.abs() + FP32_OF_ROW * largest
 
 
-def _differences(problem: Problem) -> bool:
-    return isinstance(problem.program.stats, MeanVar)
+def _mixed(problem: Problem, name: str) -> bool:
+    """Whether a residual was added to an output last."""
+    return name != "ffn_input" and any(isinstance(stage, MixResidual) for stage in problem.program.maps)
 
 
-def _largest(problem: Problem, wanted: Tensor) -> Tensor:
-    """The largest magnitude of a row, or of the bias that went into it."""
-    largest = wanted.abs().nan_to_num(0.0, posinf=0.0).amax(-1, keepdim=True)
-    bias = problem.given.get("bias")
-    return largest if bias is None else largest.clamp(min=float(bias.abs().max()))
+def _largest(problem: Problem, name: str, wanted: Tensor) -> Tensor:
+    """The largest magnitude of a row, or of what was added in it."""
+    largest = _of_rows(wanted)
+    for added in ("bias", "shift", "shift_bias"):
+        if added in problem.given:
+            largest = largest.clamp(min=float(problem.given[added].abs().max()))
+    if _mixed(problem, name):
+        largest = torch.maximum(largest, _of_rows(problem.given["residual"].double().to(wanted.device)))
+    return largest
+
+
+def _of_rows(t: Tensor) -> Tensor:
+    return t.abs().nan_to_num(0.0, posinf=0.0).amax(-1, keepdim=True)

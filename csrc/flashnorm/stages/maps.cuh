@@ -110,12 +110,12 @@ struct Round : NoOperands {
   }
 };
 
-// y = div(y, add(1, exp(-y))), by the operations that program/stages.py lists.
+// y = div(y, add(1, exp(-y)))
 template <class Options>
 struct Silu : NoOperands {
   template <int N>
   FN_HOST_DEVICE void apply(float (&v)[N], const Raw<N>&) const {
-    activation::silu(v);
+    activate<Activation::kSilu>(v);
   }
 };
 
