@@ -24,7 +24,7 @@ usual = {combo.op: combo for combo in USUAL}
 # ------------------------------------------------------------------ the gate
 @pytest.mark.parametrize("activation", ["sigmoid", "silu"])
 def test_every_bf16_gate(activation: str, exact_route: str, device: torch.device) -> None:
-    """All 65,536, under a norm of 1: within 4 ulp of the formula in fp64 where that is asked for; on the CPU to the bit."""
+    """All 65,536, under a norm of 1: within 4 ulp of the formula in fp64 where asked for; on the CPU to the bit."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(BF16).view(256, 256)
     x = torch.ones(256, 256)
     with flashnorm.backend(exact_route):
