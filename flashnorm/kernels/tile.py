@@ -232,6 +232,6 @@ def needs_of(variant: Variant) -> Needs:
         exchanges=(3 if isinstance(program.stats, MeanVar) else 1) + whole_row,
         heavy=vectors > 1 or min(loaded) == 1 or not isinstance(store, Cast) or Silu() in program.maps,
         narrow=not isinstance(store, Cast),
-        dense=Silu() in program.maps,
+        dense=Silu() in program.maps or (isinstance(store, BlockScales) and 0 < store.block <= 32),
         least=store.block // GROUP if isinstance(store, BlockScales) else 1,
     )
