@@ -43,11 +43,18 @@ namespace flashnorm {
 template <class... Stages>
 struct Chain;
 
+// Whether a stage says of itself that instructions are its limit, not memory.
+template <class Stage, class = void>
+constexpr bool kDenseStage = false;
+template <class Stage>
+constexpr bool kDenseStage<Stage, std::void_t<decltype(Stage::kDense)>> = true;
+
 template <>
 struct Chain<> {
   template <int N>
   struct Raw {};
   static constexpr int raw_bytes() { return 0; }
+  static constexpr bool dense() { return false; }
 
   FN_HOST_DEVICE void enter(Row, int) {}
   template <int N, class Access>
@@ -68,6 +75,7 @@ struct Chain<First, Rest...> {
   };
   template <int N>
   using Raw = RawOf<N>;
+  static constexpr bool dense() { return kDenseStage<First> || Chain<Rest...>::dense(); }
   // What a group's Raw holds, without the padding.
   static constexpr int raw_bytes() {
     using Own = typename First::template Raw<kGroup>;

@@ -65,6 +65,18 @@ using LayerTiles = TileList<            //
     Tile<256, 1, 4, 2, Whole, false>,   // of up to 16384
     Tile<128, 4, 2, 4, Whole, false>>;  // of up to 32768
 
+// In their place for programs whose limit is instructions: four lanes a thread, which share a thread's own work, or
+// eight where fewer threads leave none of them idle.
+using DenseTiles = TileList<           //
+    Tile<0, 1, 4, 1>,                  // many rows of up to 256
+    Tile<0, 1, 8, 1>,                  //
+    Tile<16, 1, 4, 1>,                 // of up to 512
+    Tile<8, 1, 8, 1>,                  //
+    Tile<16, 1, 8, 1>,                 // of up to 1024
+    Tile<64, 1, 4, 1>,                 // of up to 2048
+    Tile<128, 1, 4, 1>,                // of up to 4096
+    Tile<128, 1, 8, 1, Whole, false>>; // of up to 8192
+
 template <class... A, class... B>
 TileList<A..., B...> joined(TileList<A...>, TileList<B...>);
 
@@ -84,11 +96,21 @@ constexpr bool is_layered() {
   return decltype(Program::stats)::kSums > 1 && decltype(Program::store)::kBlock <= kWholeRow;
 }
 
-template <bool kHeavy, bool kLayered>
-using FurtherTiles =
-    std::conditional_t<kLayered, LayerTiles, std::conditional_t<kHeavy, HeavyTiles, TileList<>>>;
+// Whether instructions are the limit of a program, so that no thread should idle at the end of a row: 0, or the threads
+// that share a row at least, the neighbours of a block of scales.
 template <class Program>
-using TilesOf = decltype(joined(Tiles{}, FurtherTiles<is_heavy<Program>(), is_layered<Program>()>{}));
+constexpr int least_dense() {
+  constexpr int kBlock = decltype(Program::store)::kBlock;
+  if (kBlock > kWholeRow) return kBlock <= 32 ? kBlock / kGroup : 0;
+  return kBlock == kNoBlock && decltype(Program::maps)::dense() ? 1 : 0;
+}
+
+template <bool kHeavy, bool kLayered, bool kDense>
+using FurtherTiles = std::conditional_t<
+    kLayered, LayerTiles, std::conditional_t<kDense, DenseTiles, std::conditional_t<kHeavy, HeavyTiles, TileList<>>>>;
+template <class Program>
+using TilesOf =
+    decltype(joined(Tiles{}, FurtherTiles<is_heavy<Program>(), is_layered<Program>(), least_dense<Program>() != 0>{}));
 
 // A thread's part of a row stays in registers up to this many bytes, else in shared memory.
 constexpr int kRegisterBytes = 256;
@@ -144,6 +166,18 @@ inline Plan pick_for_many_heavy(int hidden_size, int size, bool some, bool clust
   return pick_for_many(hidden_size, size, some, clusters);
 }
 
+// The same for dense programs, whose rows are on `least` threads or more.
+inline Plan pick_for_many_dense(int hidden_size, int size, bool some, bool clusters, int least) {
+  const int lanes = lanes_of(hidden_size), groups = (hidden_size + kGroup - 1) / kGroup;
+  if (lanes >= 4 && lanes <= 128) {
+    const bool eight = lanes >= 16 && groups % (lanes / 4) != 0 && groups % (lanes / 8) == 0;
+    const int held = eight ? 8 : 4, threads = lanes / held;
+    if (threads >= least) return {threads, 128 / threads, 1, held, 1, false};
+  }
+  if (hidden_size > 4096 && hidden_size <= 8192 && groups % 256 != 0) return {128, 1, 1, 8, 1, false};
+  return pick_for_many_heavy(hidden_size, size, some, clusters);
+}
+
 // The same for programs of several sums; `most` says that there are more rows than run at once.
 inline Plan pick_for_many_layered(int hidden_size, int size, bool some, bool most, bool heavy, bool clusters) {
   const int lanes = lanes_of(hidden_size);
@@ -167,7 +201,7 @@ inline Plan pick_for_many_layered(int hidden_size, int size, bool some, bool mos
 // The plan for rows of `hidden_size` elements. Figures from an H200 (benchmarks/tune_cuda.py), bfloat16, in rows a
 // processor.
 inline Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int width, int kept_bytes, bool heavy,
-                 bool layered) {
+                 bool layered, int dense = 0) {
   if (width < kGroup) {
     Plan plan = pick_shifted(hidden_size);
     plan.prefetch = 4 * rows <= 5 * device.processors;
@@ -184,6 +218,7 @@ inline Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int w
   const int most_few = (layered ? 2 : 6) * device.processors;
   Plan plan = rows <= most_few ? pick_for_few(hidden_size, clusters, few)
               : layered        ? pick_for_many_layered(hidden_size, size, some, most, heavy, clusters)
+              : dense          ? pick_for_many_dense(hidden_size, size, some, clusters, dense)
               : heavy          ? pick_for_many_heavy(hidden_size, size, some, clusters)
                                : pick_for_many(hidden_size, size, some, clusters);
   if (!fits(plan)) plan = clusters ? Plan{128, 1, 8, 0, 0, false} : Plan{1024, 1, 1, 0, 0, false};
