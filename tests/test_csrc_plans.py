@@ -138,6 +138,14 @@ def test_layouts(units: dict[str, Emulated], pad: int) -> None:
     run(units["plain"], (5,), 100, pad=pad)
 
 
+# Of programs: heavy, layered, large, modulated, dense.
+KINDS = (
+    *((heavy, layered, False, False, 0) for heavy in (False, True) for layered in (False, True)),
+    *((heavy, True, True, True, 0) for heavy in (False, True)),
+    *((True, False, False, False, dense) for dense in (1, 2, 4)),
+)
+
+
 def test_no_plan_is_illegal(units: dict[str, Emulated]) -> None:
     """For every shape and device: a whole number of warps, at most 1024 threads, the lanes of the row exactly."""
     picked, has_kernel = (units["plain"].module[name] for name in ("picked", "has_kernel"))
@@ -146,13 +154,17 @@ def test_no_plan_is_illegal(units: dict[str, Emulated]) -> None:
     for (sm, processors, memory), rows, h in itertools.product(devices, (1, 7, 64, 1000, 10**6), widths):
         total = min(1024, 1 << max(0, (-(-h // 8) - 1).bit_length()))
         widths_here = (8, 4, 1) if h % 8 == 0 else (1,)
-        for width, kept, *kind in itertools.product(widths_here, (2, 4), (False, True), (False, True)):
+        for width, kept, kind in itertools.product(widths_here, (2, 4), KINDS):
+            if h % (8 * kind[-1] or 1):  # a block of scales is whole
+                continue
             plan = [picked(sm, processors, memory, rows, h, width, kept, *kind, field) for field in range(5)]
             threads, cta_rows, cluster, lanes, groups = plan
-            where = f"sm {sm}, {rows} x {h}, width {width}, {kept} bytes, heavy, layered {kind}: {plan}"
+            shape = f"sm {sm}, {rows} x {h}, width {width}, {kept} bytes"
+            where = f"{shape}, heavy, layered, large, modulated, dense {kind}: {plan}"
             assert threads * cta_rows % 32 == 0 and threads * cta_rows <= 1024, where
             assert cluster == 1 or (sm >= 90 and cta_rows == 1 and threads >= 32), where
-            assert threads * cluster * max(1, lanes) == total, where
-            assert lanes <= 1 or threads >= 32 or threads * lanes <= 32, where
+            held = threads * cluster * max(1, lanes)
+            assert held == total or (lanes == 0 and kind[2] and 2 * held == total), where  # streamed: one lane or two
+            assert kind[-1] or lanes <= 1 or threads >= 32 or threads * lanes <= 32, where
             assert lanes == 0 or groups * 1024 * 8 >= h or groups == 1, where
             assert has_kernel(*plan, kept, width == 8, *kind), where

@@ -51,11 +51,10 @@ FN_HOST_DEVICE float apply_far(float y) {
 
 template <Activation kActivation, int N>
 FN_HOST_DEVICE void apply(float (&v)[N]) {
-  // All below 64, and no NaN? The bits of all together are at least the largest one.
-  uint32_t together = 0;
+  float most = 0.0f;  // of the magnitudes; a NaN goes the near way, through which it stays one
   FN_UNROLL
-  for (int i = 0; i < N; ++i) together |= bits_of(v[i]);
-  if (float_of(together & 0x7FFFFFFFu) < 64.0f) {
+  for (int i = 0; i < N; ++i) most = fmaxf(most, fabsf(v[i]));
+  if (most <= 87.0f) {
     FN_UNROLL
     for (int i = 0; i < N; ++i) v[i] = quotient(dividend<kActivation>(v[i]), divisor(v[i]));
   } else {

@@ -193,6 +193,11 @@ class RowReduce {
       }
       return;
     }
+    if constexpr (kThreads > 0 && kThreads < 32) {
+      FN_UNROLL
+      for (int k = 0; k < kSums; ++k) folded[k] = fold_few_threads<Join>(lane[k]);
+      return;
+    }
     fold_warp<Join>(folded, lane);
     if (blocks_ == 1) return;
     const int phase = folds_ % 2, turn = folds_ / 2;
@@ -220,6 +225,29 @@ class RowReduce {
   }
 
  private:
+  // Part of a warp with more than a block of lanes: each block of 32 for itself, then the blocks.
+  template <class Join, int kLanes>
+  FN_DEVICE static float fold_few_threads(float (&lane)[kLanes]) {
+    constexpr int kBlocks = kLanes * kThreads / 32 > 1 ? kLanes * kThreads / 32 : 1, kOwn = kLanes / kBlocks;
+    float block[kBlocks];
+    FN_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      float* own = lane + b * kOwn;
+      FN_UNROLL
+      for (int held = kOwn / 2; held >= 1; held /= 2) {
+        FN_UNROLL
+        for (int j = 0; j < held; ++j) own[j] = Join::join(own[j], own[j + held]);
+      }
+      block[b] = fold_part_of_warp<Join>(own[0], kThreads);
+    }
+    FN_UNROLL
+    for (int held = kBlocks / 2; held >= 1; held /= 2) {
+      FN_UNROLL
+      for (int b = 0; b < held; ++b) block[b] = Join::join(block[b], block[b + held]);
+    }
+    return block[0];
+  }
+
   Slots<kMost>& slots_;
   int threads_;
   int warps_;

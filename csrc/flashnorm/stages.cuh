@@ -51,6 +51,12 @@ namespace flashnorm {
 template <class... Stages>
 struct Chain;
 
+// Whether a stage says of itself that instructions are its limit, not memory.
+template <class Stage, class = void>
+constexpr bool kDenseStage = false;
+template <class Stage>
+constexpr bool kDenseStage<Stage, std::void_t<decltype(Stage::kDense)>> = true;
+
 template <>
 struct Chain<> {
   template <int N>
@@ -59,6 +65,7 @@ struct Chain<> {
   struct Rows {};
   static constexpr int raw_bytes() { return 0; }
   static constexpr int row_bytes() { return 0; }
+  static constexpr bool dense() { return false; }
 
   FN_HOST_DEVICE void enter(Row, int) {}
   template <int N, class Access>
@@ -86,6 +93,7 @@ struct Chain<First, Rest...> {
     typename RowsOf<First>::template Rows<N> first;
     typename Chain<Rest...>::template Rows<N> rest;
   };
+  static constexpr bool dense() { return kDenseStage<First> || Chain<Rest...>::dense(); }
   // What a group's Raw and Rows hold, without the padding.
   static constexpr int raw_bytes() {
     using Own = typename First::template Raw<kGroup>;

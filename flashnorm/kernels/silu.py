@@ -6,9 +6,9 @@ belongs: so the error of a result is that of 2^t, the rounding of d and half an 
 one that leaves a quotient of -0 as it is. `csrc` has the same operations in the same order: the two routes give equal
 bits on one architecture.
 
-A group with a number of 64 or more, or what looks like it, goes another way, in which nothing overflows: numbers up to
-87 get the same bits there; above, exp(-y) adds nothing to 1; below -88.5 it is infinite; between -88.5 and -87 the
-quotient is taken with a divisor scaled by 2^-64, whose inverse is a normal number.
+A group with a number beyond 87 goes another way, in which nothing overflows: others get the same bits there; above 87
+exp(-y) adds nothing to 1; below -88.5 it is infinite; between -88.5 and -87 the quotient is taken with a divisor scaled
+by 2^-64, whose inverse is a normal number.
 """
 
 import struct
@@ -61,14 +61,11 @@ def _each(code):
 
 
 def _text(n):
-    # Bits of all numbers together are at least the largest one: half the instructions of a maximum.
-    together = " ".join(f"or.b32 b, b, c{i};" for i in range(GROUP))
-    bits = " ".join(f"mov.b32 c{i}, ${GROUP + i};" for i in range(GROUP))
-    names = ", ".join(f"c{i}" for i in range(GROUP))
+    # The largest magnitude; a NaN goes the near way, through which it stays one.
+    most = " ".join(f"abs.f32 d, ${GROUP + i}; max.f32 m, m, d;" for i in range(GROUP))
     return (
-        f"{{ .reg .pred p, q; .reg .f32 d, e, f, k, r, w; .reg .b32 b, {names}; mov.b32 b, 0; {bits} {together} "
-        f"mov.b32 d, b; abs.f32 d, d; setp.lt.f32 p, d, {_f(64.0)}; "
-        f"@p bra NEAR; {_each(_far(n))} bra DONE; NEAR: {_each(_near(n))} DONE: }}"
+        f"{{ .reg .pred p, q; .reg .f32 d, e, f, k, m, r, w; mov.f32 m, {_f(0.0)}; {most} "
+        f"setp.le.f32 p, m, {_LIMIT}; @p bra NEAR; {_each(_far(n))} bra DONE; NEAR: {_each(_near(n))} DONE: }}"
     )
 
 

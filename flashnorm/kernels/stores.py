@@ -58,7 +58,7 @@ class NextNormStore:
         rstd = inverse_root(div_by_int(total, row.hidden_size), self.scalars["next_eps"])
         names = [*(() if holds else ("residual_out",)), *(() if tile.early_weights else ("next_weight",))]
         for j in row.turns(range(tile.rounds), names):
-            r = unpack(k.held_again(j) if holds else k.raw("residual_out", j), dtype)
+            r = k.held_again(j, dtype) if holds else unpack(k.raw("residual_out", j), dtype)
             gain = [add_rn(w, self.scalars["next_center"]) for w in k.values("next_weight", j)]
             z = [mul_rn(mul_rn(v, rstd), g) for v, g in zip(r, gain, strict=True)]
             k.store("ffn_input", j, pack(z, k.variant.dtype("ffn_input")))

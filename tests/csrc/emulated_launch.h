@@ -32,8 +32,9 @@ void launch_rows(const Program& program, const Operands& operands, bool) {
 
 // What the plan would be: threads, rows, cluster, lanes, groups.
 inline int64_t picked(int sm, int processors, int memory, int64_t rows, int hidden_size, int width, int kept,
-                      bool heavy, bool layered, int field) {
-  const Plan plan = pick({sm, processors, memory}, rows, hidden_size, width, kept, heavy, layered);
+                      bool heavy, bool layered, bool large, bool modulated, int dense, int field) {
+  const ProgramFacts program{kept, heavy, layered, large, modulated, dense};
+  const Plan plan = pick({sm, processors, memory}, rows, hidden_size, width, program);
   const int fields[] = {plan.threads, plan.rows, plan.cluster, plan.lanes, plan.groups};
   return fields[field];
 }
@@ -45,10 +46,12 @@ bool any_carries_out(const Plan& plan, int kept, bool whole, TileList<Each...>) 
 
 // Whether a program of some kind has a kernel for a plan.
 inline bool has_kernel(int threads, int rows, int cluster, int lanes, int groups, int kept, bool whole, bool heavy,
-                       bool layered) {
+                       bool layered, bool large, bool modulated, int dense) {
   const Plan plan{threads, rows, cluster, lanes, groups, false};
-  return any_carries_out(plan, kept, whole, Tiles{}) ||
+  return (large ? any_carries_out(plan, kept, whole, LargeTiles{}) : any_carries_out(plan, kept, whole, Tiles{})) ||
+         (modulated && any_carries_out(plan, kept, whole, ModulatedTiles{})) ||
          (layered ? any_carries_out(plan, kept, whole, LayerTiles{})
+          : dense ? any_carries_out(plan, kept, whole, DenseTiles{})
                   : heavy && any_carries_out(plan, kept, whole, HeavyTiles{}));
 }
 

@@ -81,7 +81,8 @@ inline void force_plan(int threads, int rows, int cluster, int lanes, int groups
 }
 
 // threads, cluster, lanes, groups, whether it is for rows that are not whole aligned groups, and which programs have it
-// (0: all but large ones, 1: heavy ones, 2: those of several sums, 3: large ones, 4: modulated ones), of every tile.
+// (0: all but large ones, 1: heavy ones, 2: those of several sums, 3: large ones, 4: modulated ones, 5: dense ones), of
+// every tile.
 inline std::string tiles() {
   std::string text;
   const auto describe = [&](auto tile, int programs) {
@@ -94,6 +95,7 @@ inline std::string tiles() {
   for_each_tile([&](auto tile) { describe(tile, 2); }, LayerTiles{});
   for_each_tile([&](auto tile) { describe(tile, 3); }, LargeTiles{});
   for_each_tile([&](auto tile) { describe(tile, 4); }, ModulatedTiles{});
+  for_each_tile([&](auto tile) { describe(tile, 5); }, DenseTiles{});
   return text;
 }
 #endif

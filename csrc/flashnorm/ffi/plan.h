@@ -84,6 +84,18 @@ using LayerTiles = TileList<            //
     Tile<256, 1, 4, 2, Whole, false>,   // of up to 16384
     Tile<128, 4, 2, 4, Whole, false>>;  // of up to 32768
 
+// In their place for programs whose limit is instructions: four lanes a thread, which share a thread's own work, or
+// eight where fewer threads leave none of them idle.
+using DenseTiles = TileList<           //
+    Tile<0, 1, 4, 1>,                  // many rows of up to 256
+    Tile<0, 1, 8, 1>,                  //
+    Tile<16, 1, 4, 1>,                 // of up to 512
+    Tile<8, 1, 8, 1>,                  //
+    Tile<16, 1, 8, 1>,                 // of up to 1024
+    Tile<64, 1, 4, 1>,                 // of up to 2048
+    Tile<128, 1, 4, 1>,                // of up to 4096
+    Tile<128, 1, 8, 1, Whole, false>>; // of up to 8192
+
 template <class... A, class... B>
 TileList<A..., B...> joined(TileList<A...>, TileList<B...>);
 
@@ -122,14 +134,37 @@ constexpr bool is_modulated() {
   return IsModulated<decltype(Program::load)>::value;
 }
 
-template <bool kHeavy, bool kLayered>
+// Whether instructions are the limit of a program, so that no thread should idle at the end of a row: 0, or the threads
+// that share a row at least, the neighbours of a block of scales.
+template <class Program>
+constexpr int least_dense() {
+  constexpr int kBlock = decltype(Program::store)::kBlock;
+  if (kBlock > kWholeRow) return kBlock <= 32 ? kBlock / kGroup : 0;
+  return kBlock == kNoBlock && decltype(Program::maps)::dense() ? 1 : 0;
+}
+
+// What the plan needs to know of a program.
+struct ProgramFacts {
+  int kept_bytes;  // of an element, between the passes
+  bool heavy, layered, large, modulated;
+  int dense;
+};
+template <class Program>
+constexpr ProgramFacts facts_of() {
+  return {held_bytes<Program>(), is_heavy<Program>(),     is_layered<Program>(),
+          is_large<Program>(),   is_modulated<Program>(), least_dense<Program>()};
+}
+
+template <bool kWanted, class List>
+using TilesIf = std::conditional_t<kWanted, List, TileList<>>;
+template <bool kHeavy, bool kLayered, bool kDense>
 using FurtherTiles =
-    std::conditional_t<kLayered, LayerTiles, std::conditional_t<kHeavy, HeavyTiles, TileList<>>>;
+    std::conditional_t<kLayered, LayerTiles, std::conditional_t<kDense, DenseTiles, TilesIf<kHeavy, HeavyTiles>>>;
 template <class Program>
 using TilesOf = decltype(joined(
     joined(std::conditional_t<is_large<Program>(), LargeTiles, Tiles>{},
-           FurtherTiles<is_heavy<Program>(), is_layered<Program>()>{}),
-    std::conditional_t<is_modulated<Program>(), ModulatedTiles, TileList<>>{}));
+           FurtherTiles<is_heavy<Program>(), is_layered<Program>(), least_dense<Program>() != 0>{}),
+    TilesIf<is_modulated<Program>(), ModulatedTiles>{}));
 
 // A thread's part of a row stays in registers up to this many bytes, else in shared memory.
 constexpr int kRegisterBytes = 256;
@@ -185,6 +220,18 @@ inline Plan pick_for_many_heavy(int hidden_size, int size, bool some, bool clust
   return pick_for_many(hidden_size, size, some, clusters);
 }
 
+// The same for dense programs, whose rows are on `least` threads or more.
+inline Plan pick_for_many_dense(int hidden_size, int size, bool some, bool clusters, int least) {
+  const int lanes = lanes_of(hidden_size), groups = (hidden_size + kGroup - 1) / kGroup;
+  if (lanes >= 4 && lanes <= 128) {
+    const bool eight = lanes >= 16 && groups % (lanes / 4) != 0 && groups % (lanes / 8) == 0;
+    const int held = eight ? 8 : 4, threads = lanes / held;
+    if (threads >= least) return {threads, 128 / threads, 1, held, 1, false};
+  }
+  if (hidden_size > 4096 && hidden_size <= 8192 && groups % 256 != 0) return {128, 1, 1, 8, 1, false};
+  return pick_for_many_heavy(hidden_size, size, some, clusters);
+}
+
 // The same for programs of several sums; `most` says that there are more rows than run at once.
 inline Plan pick_for_many_layered(int hidden_size, int size, bool some, bool most, bool heavy, bool clusters) {
   const int lanes = lanes_of(hidden_size);
@@ -214,48 +261,47 @@ inline Plan pick_for_many_modulated(int hidden_size, int size, bool some, bool m
                  : pick_for_many_heavy(hidden_size, size, some, clusters);
 }
 
-// The plan for rows of `hidden_size` elements, of which `kept_bytes` each wait between the passes. Figures from an H200
-// (benchmarks/tune_cuda.py), bfloat16, in rows a processor.
-inline Plan pick_any(const DeviceFacts& device, int64_t rows, int hidden_size, int width, int kept_bytes, bool heavy,
-                     bool layered, bool modulated) {
+// The plan for rows of `hidden_size` elements. Figures from an H200 (benchmarks/tune_cuda.py), bfloat16, in rows a
+// processor.
+inline Plan pick_any(const DeviceFacts& device, int64_t rows, int hidden_size, int width, const ProgramFacts& program) {
   if (width < kGroup) {
     Plan plan = pick_shifted(hidden_size);
     plan.prefetch = 4 * rows <= 5 * device.processors;
     return plan;
   }
+  const auto [kept_bytes, heavy, layered, large, modulated, dense] = program;
   const bool clusters = device.sm >= 90;
   const bool few = 4 * rows <= 5 * device.processors;
   const int size = hidden_size * kept_bytes / 2;
-  const auto fits = [&](const Plan& plan) {
-    return plan.lanes * plan.groups * kGroup * kept_bytes <= kRegisterBytes;
-  };
   const bool some = rows <= 24 * device.processors;
   const bool most = rows > 744 * device.processors;
   const int most_few = (layered && !modulated ? 2 : 6) * device.processors;
   Plan plan = rows <= most_few ? pick_for_few(hidden_size, clusters, few)
               : modulated      ? pick_for_many_modulated(hidden_size, size, some, most, heavy, layered, clusters)
               : layered        ? pick_for_many_layered(hidden_size, size, some, most, heavy, clusters)
+              : dense          ? pick_for_many_dense(hidden_size, size, some, clusters, dense)
               : heavy          ? pick_for_many_heavy(hidden_size, size, some, clusters)
                                : pick_for_many(hidden_size, size, some, clusters);
-  if (!fits(plan)) plan = clusters ? Plan{128, 1, 8, 0, 0, false} : Plan{1024, 1, 1, 0, 0, false};
+  if (plan.lanes * plan.groups * kGroup * kept_bytes > kRegisterBytes) {
+    plan = clusters ? Plan{128, 1, 8, 0, 0, false} : Plan{1024, 1, 1, 0, 0, false};
+  }
   plan.prefetch = few;
   return plan;
 }
 
-inline Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int width, int kept_bytes, bool heavy,
-                 bool layered, bool large = false, bool modulated = false) {
-  Plan plan = pick_any(device, rows, hidden_size, width, kept_bytes, heavy, layered, modulated);
-  if (large && width < kGroup && plan.lanes == 4) plan = {512, plan.rows, 1, 2, 1, plan.prefetch};
-  if (large && plan.lanes * plan.groups == 8 && plan.threads == 512) plan.lanes = plan.groups = 0;
-  if (large && plan.lanes == 0 && plan.cluster == 1) plan.threads = 512;
+inline Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int width, const ProgramFacts& program) {
+  Plan plan = pick_any(device, rows, hidden_size, width, program);
+  if (!program.large) return plan;
+  if (width < kGroup && plan.lanes == 4) plan = {512, plan.rows, 1, 2, 1, plan.prefetch};
+  if (plan.lanes * plan.groups == 8 && plan.threads == 512) plan.lanes = plan.groups = 0;
+  if (plan.lanes == 0 && plan.cluster == 1) plan.threads = 512;
   return plan;
 }
 
 // The same for a program.
 template <class Program>
 Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int width) {
-  return pick(device, rows, hidden_size, width, held_bytes<Program>(), is_heavy<Program>(), is_layered<Program>(),
-              is_large<Program>(), is_modulated<Program>());
+  return pick(device, rows, hidden_size, width, facts_of<Program>());
 }
 
 }  // namespace flashnorm

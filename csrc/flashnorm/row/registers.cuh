@@ -190,6 +190,8 @@ class RegisterRow {
       FN_UNROLL
       for (int i = batch * kMapReads; i < (batch + 1) * kMapReads && i < kHeld; ++i) {
         if (kHeld > 2) forget(kept_[i]);
+        // Where all threads of a warp come along, no group that the whole row lacks.
+        if (kTogether && i >= kCertain && col(i) >= hidden_size_) continue;
         if (!has<Out>(i)) continue;
         float v[kGroup];
         widen(v, kept_[i]);

@@ -113,6 +113,8 @@ struct Round : NoOperands {
 // y = div(y, add(1, exp(-y)))
 template <class Options>
 struct Silu : NoOperands {
+  static constexpr bool kDense = true;
+
   template <int N>
   FN_HOST_DEVICE void apply(float (&v)[N], const Raw<N>&) const {
     activate<Activation::kSilu>(v);
