@@ -7,7 +7,7 @@ namespace flashnorm {
 
 #if FN_KERNELS
 
-// Any number of groups a lane, one lane a thread or two. In shared memory a thread reads only what it put there, so
+// Any number of groups a lane, one lane a thread or more. In shared memory a thread reads only what it put there, so
 // there is no barrier.
 template <class Program, class Tile, class Reduce>
 class StreamedRow {
