@@ -35,7 +35,7 @@ class StreamedRow {
   static constexpr int kBatch = kAhead ? batch_of(kMost, kRawBytes, 64) : 1;
 
  public:
-  static constexpr bool kHoldsResult = false;
+  static constexpr bool kCentred = false, kHoldsResult = false;
 
   FN_DEVICE StreamedRow(const Program& program, const RowGrid& grid, const Place& place, Reduce& reduce)
       : program_(program),
