@@ -64,7 +64,7 @@ def _batched(op: Op, problem: Problem, arguments: dict[str, Any]) -> dict[str, A
     for name, value in arguments.items():
         kind = operands[name].kind
         if isinstance(store, BlockScales) and kind == "swizzled":
-            found[name] = value.view(1, -1, store.columns(problem.hidden, kind) // 4, 32, 4, 4)
+            found[name] = value.view(torch.uint8).view(1, -1, store.columns(problem.hidden, kind) // 4, 32, 4, 4)
         else:
             found[name] = value.unsqueeze(0) if kind in ("row", "pairs") else value
     if isinstance(store, BlockScales):
