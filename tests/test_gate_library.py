@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from flashnorm import functional
 from flashnorm.core import guard
 from flashnorm.core.op import ALL, Op
 from tests import gatecombos
-from tests.gatecombos import COMBOS, DIT, GATE, MIX, MIXES, NEXT, USUAL, A, C, GateCombo, of_shape
+from tests.gatecombos import COMBOS, DIT, GATE, MIX, MIXES, NEXT, USUAL, A, B, C, GateCombo, of_shape
 from tests.gatekit import FUNCTIONS, GateCall, GateProblem
 from tests.inputs import gains, rows
 from tests.tolerance import Pool, assert_same_bits
@@ -43,6 +44,62 @@ def test_public_names() -> None:
     for name in (MIX, NEXT, GATE):
         assert f"supports_{name}" in flashnorm.__all__ and callable(getattr(flashnorm, f"supports_{name}"))
     assert functional.__all__ == ["rmsnorm_gate"]
+
+
+NEEDED = inspect.Parameter.empty
+_CODES = {"epsilon": 1e-6, "use_nvfp4": False, "use_mxfp8": False, "global_scaling_factor": None}
+_CODES |= dict.fromkeys(("input_global_scaling_factor", "residual_out", "norm_out", "sf_out"))
+_OURS = {"return_scales": False, "enable_pdl": None, "numerics": "flashinfer"}
+_CENTER = {"next_gain_center": 0.0, "residual_out": None, "ffn_input": None}
+# FlashInfer's parameters that may be positional, those that may not, and what is added.
+SIGNATURES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    A: (dict.fromkeys(("input", "residual", "gate", "gamma", "beta"), NEEDED), {"gate_bias": None, **_CODES}, _OURS),
+    B: (
+        dict.fromkeys(("input", "residual", "gate", "scale", "shift"), NEEDED),
+        {**dict.fromkeys(("gate_bias", "scale_bias", "shift_bias")), **_CODES},
+        _OURS,
+    ),
+    C: (
+        dict.fromkeys(("input", "scale", "shift"), NEEDED),
+        {**dict.fromkeys(("residual", "scale_bias", "shift_bias")), **_CODES},
+        _OURS,
+    ),
+    MIX: (
+        dict.fromkeys(("branch", "residual", "weight", "alpha", "beta"), NEEDED)
+        | {"eps": 1e-6, "gain_center": 0.0, "out": None},
+        {"enable_pdl": True},
+        {"numerics": "flashinfer"},
+    ),
+    NEXT: (
+        dict.fromkeys(("branch", "residual", "next_weight", "alpha", "beta"), NEEDED)
+        | {"post_eps": 1e-6, "next_eps": 1e-6, **_CENTER},
+        {"post_weight": None, "post_gain_center": 0.0, "enable_pdl": True},
+        {"numerics": "flashinfer"},
+    ),
+    GATE: (
+        {"input": NEEDED, "gate": NEEDED, "eps": 1e-5},
+        {"enable_pdl": True},
+        {
+            "weight": None, "group_size": None, "activation": "sigmoid", "norm_before_gate": True,
+            "numerics": "flashinfer",
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", gatecombos.OPS)
+def test_signature_and_docstring(op: str) -> None:
+    """FlashInfer's names, order and defaults; what is added is keyword-only. Formula first, then every parameter."""
+    first, keywords, added = SIGNATURES[op]
+    found = inspect.signature(getattr(flashnorm, op)).parameters.values()
+    assert {p.name: p.default for p in found if p.kind is p.POSITIONAL_OR_KEYWORD} == first
+    assert [p.name for p in found][: len(first)] == list(first)
+    assert {p.name: p.default for p in found if p.kind is p.KEYWORD_ONLY} == keywords | added
+    text = inspect.getdoc(getattr(flashnorm, op)) or ""
+    assert ".. math::" in text and "Args:" in text and "Raises:" in text
+    rest = inspect.getdoc(getattr(flashnorm, A)) or "" if f"as in `{A}`" in text else ""
+    for p in found:
+        assert f"{p.name}:" in text + rest or f"{p.name}," in text + rest, p.name
 
 
 # ------------------------------------------------------------------ compilers

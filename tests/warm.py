@@ -14,18 +14,25 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests import gatecombos
 from tests.combos import CHUNKED, COMBOS, LAID_OUT, fitting, some_hidden
+from tests.gatekit import GateProblem
 from tests.problem import Problem
 
 ROOT = Path(__file__).parent.parent
 BROADCAST = ("rmsnorm", "gemma_rmsnorm", "rmsnorm_quant", "gemma_rmsnorm_quant")  # take a weight for each row
 
 
-def problems(device: str) -> Iterator[tuple[str, Problem, str]]:
+def problems(device: str) -> Iterator[tuple[str, Problem | GateProblem, str]]:
     """(route, problem, out) of what the tests compile; the slowest compilations first."""
     if device == "cpu":
         yield from (("cpu", Problem(combo, (2, 128)), "none") for combo in COMBOS)
+        yield from (("cpu", GateProblem(c, gatecombos.of_shape(c, 6, 128)), "none") for c in gatecombos.COMBOS)
         return
+    for gate in gatecombos.COMBOS:
+        yield "cuda", GateProblem(gate, gatecombos.of_shape(gate, 6, 128), device), "none"
+        for h in (128, 576, 1000, 3072, 4096) if gate.op not in gatecombos.DIT else ():
+            yield "cute", GateProblem(gate, gatecombos.of_shape(gate, 6, h), device), "none"
     for combo in COMBOS:
         yield "cuda", Problem(combo, (2, 128), device), "none"
         for h in some_hidden(combo):

@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(Tile::kMaxCta)
   row.read();
   const auto state = program.stats.compute(row);
   store_row(program.store, given, row, reduce, place, [&](auto& v, const auto& maps) {
-    program.stats.normalize(v, state);
+    program.stats.template normalize<HeldRow::kCentred>(v, state);
     program.maps.apply(v, maps.raw, maps.rows);
   });
   if (place.speaks_for_row()) program.saves.put(state, Row{0, 0});

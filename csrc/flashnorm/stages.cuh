@@ -18,7 +18,7 @@
 //   stats   kSums             the most sums that are asked for at once
 //           State             the row's statistics
 //           compute(row)      from the sums `row` offers: row.sum(), row.sum_squares(), row.deviations(mean)
-//           normalize(v, state)
+//           normalize<kCentred>(v, state)  with `kCentred`, of a row that is held as its differences from the mean
 //   map     Raw<N>, fetch(raw, at), apply(v, raw)
 //           Rows<N>, fetch_rows(rows, at)  rows that it reads besides vectors, if any: apply(v, raw, rows)
 //   store   kCodes            whether it makes 8-bit codes

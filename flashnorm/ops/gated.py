@@ -205,6 +205,9 @@ GATED = Op(
 )
 
 
+_GROUPS, _GROUPS_NEW = GATED.behind(), GATED_NEW.behind()
+
+
 @GATED.warm(unless=("group_size",))
 def rmsnorm_sigmoid_gate(
     input: torch.Tensor,
@@ -242,9 +245,9 @@ def rmsnorm_sigmoid_gate(
         ValueError: for a wrong dtype, shape, device, overlap or option, before anything is launched.
         RuntimeError: where no route serves the device, or a gradient would be lost.
     """
-    GATED.checked(
-        *_grouped(GATED, input, gate, weight, group_size), eps, numerics, activation, norm_before_gate, enable_pdl
-    )
+    given = _grouped(GATED, input, gate, weight, group_size)
+    call = GATED.checked if group_size is None else _GROUPS  # of groups, this one is warm
+    call(*given, eps, numerics, activation, norm_before_gate, enable_pdl)
 
 
 @GATED_NEW.warm(unless=("group_size",))
@@ -282,7 +285,8 @@ def rmsnorm_gate(
     given, new = _grouped(GATED_NEW, input, gate, weight, group_size), out
     if group_size is not None and isinstance(out, torch.Tensor) and out.shape == input.shape:
         new = out.unflatten(-1, (-1, group_size))  # with another shape, it is refused
-    made: Tensor = GATED_NEW.checked(*given, new, eps, numerics, activation, norm_before_gate, enable_pdl)
+    call = GATED_NEW.checked if group_size is None else _GROUPS_NEW
+    made: Tensor = call(*given, new, eps, numerics, activation, norm_before_gate, enable_pdl)
     if group_size is None:
         return made
     return made.flatten(-2) if out is None else out

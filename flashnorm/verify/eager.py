@@ -34,6 +34,7 @@ from flashnorm.verify.problem import NUMBERS, Problem, make_problem
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 _E2M1 = 6.0
+_GATES = (GateResidual, LoadGained, LoadGated, Gate, ScaleShift, MixResidual)
 _LAYOUTS = {"swizzled": {"is_sf_swizzled_layout": True}, "both": {"output_both_sf_layouts": True}}
 
 
@@ -63,7 +64,7 @@ def _batched(op: Op, problem: Problem, arguments: dict[str, Any]) -> dict[str, A
     for name, value in arguments.items():
         kind = operands[name].kind
         if isinstance(store, BlockScales) and kind == "swizzled":
-            found[name] = value.view(1, -1, store.columns(problem.hidden, kind) // 4, 32, 4, 4)
+            found[name] = value.view(torch.uint8).view(1, -1, store.columns(problem.hidden, kind) // 4, 32, 4, 4)
         else:
             found[name] = value.unsqueeze(0) if kind in ("row", "pairs") else value
     if isinstance(store, BlockScales):
@@ -81,39 +82,23 @@ def _eager(problem: Problem, given: dict[str, Tensor]) -> Any:
         scale = given["input_scale"]
         scale = scale[given["row_index"]] if "row_index" in given else scale
         x = (x.float() * scale[:, None]).to(problem.case.x)
-    load, numbers = program.load, problem.scalars()
-    if isinstance(load, GateResidual):
-        x = x * numbers["input_factor_value"]
-        x = x * (given["gate"] + given.get("gate_bias", 0)) if load.gate else x
-    if isinstance(load, LoadGained):
-        x = x * (given["gain"] + numbers["center"])
-    if isinstance(load, LoadGated):
-        x = x * _act(given["gate"], load.activation)
-    mixed = next((stage for stage in program.maps if isinstance(stage, MixResidual)), None)
-    h = x + given["residual"] if "residual" in given and mixed is None else x
+    h = x + given["residual"] if "residual" in given else x
     weight, bias = given.get("weight"), given.get("bias")
     offset = sum(stage.offset for stage in program.maps if isinstance(stage, Affine))
     weight = weight + offset if weight is not None and offset else weight
     shape, eps = (problem.hidden,), NUMBERS["eps"]
-    if isinstance(program.stats, MeanVar):
+    store = program.store
+    if any(isinstance(stage, _GATES) for stage in program.stages()):
+        y = _gated(problem, given)
+        if isinstance(store, NextNorm):
+            weight = given["next_weight"].float() + NUMBERS["next_center"]
+            return F.rms_norm(y.float(), shape, weight, NUMBERS["next_eps"]).to(x.dtype), y
+    elif isinstance(program.stats, MeanVar):
         y = F.layer_norm(h, shape, weight, bias, eps)
     else:
         y = F.rms_norm(h, shape, weight, eps)
-    store = program.store
-    for stage in program.maps:
-        if isinstance(stage, Silu):
-            y = F.silu(y)
-        if isinstance(stage, Gate):
-            y = y * _act(given["gate"], stage.activation)
-        if isinstance(stage, ScaleShift):
-            slope, shift = (given[n] + given.get(f"{n}_bias", 0) for n in ("mod_scale", "shift"))
-            y = y * (1 + slope) + shift
-    if mixed is not None:
-        kept = given["residual"] * (given["alpha"] if mixed.alpha == "vec" else numbers["alpha_value"])
-        y = kept + given["beta"] * y
-    if isinstance(store, NextNorm):
-        weight = given["next_weight"] + numbers["next_center"]
-        return F.rms_norm(y, shape, weight, numbers["next_eps"]), y
+    if any(isinstance(stage, Silu) for stage in program.maps):
+        y = F.silu(y)
     if isinstance(store, QuantNvfp4):
         parts, gain = y.float().unflatten(-1, (-1, store.block)), problem.scalars().get("global_scale_value", 1.0)
         scale = _codes(parts.abs().amax(-1, keepdim=True) * (gain / _E2M1), torch.float8_e4m3fn)
@@ -131,6 +116,34 @@ def _eager(problem: Problem, given: dict[str, Tensor]) -> Any:
         scale = parts.abs().amax(-1, keepdim=True).clamp(min=store.floor) / _LARGEST[given["out"].dtype]
         return _codes(parts / scale, given["out"].dtype), scale
     return y
+
+
+def _gated(problem: Problem, given: dict[str, Tensor]) -> Tensor:
+    """A row under gates, before its codes or its second norm: in fp32, rounded where it is stored."""
+    program, kind, shape = problem.program, given["x"].dtype, (problem.hidden,)
+    v = {name: t.float() for name, t in given.items() if t.is_floating_point() and t.element_size() > 1}
+    numbers, load, x = problem.scalars(), program.load, v["x"]
+    mixed = next((stage for stage in program.maps if isinstance(stage, MixResidual)), None)
+    if isinstance(load, GateResidual):
+        x = x * numbers["input_factor_value"] * (v["gate"] + v.get("gate_bias", 0.0) if load.gate else 1.0)
+        x = (x + v["residual"] if load.residual else x).to(given["residual_out"].dtype).float()
+    if isinstance(load, LoadGained):
+        x = x * (v["gain"] + numbers["center"])
+    if isinstance(load, LoadGated):
+        x = x * _act(v["gate"], load.activation)
+    if isinstance(program.stats, MeanVar):
+        y = F.layer_norm(x, shape, v.get("weight"), v.get("bias"), NUMBERS["eps"])
+    else:
+        y = F.rms_norm(x, shape, v.get("weight"), NUMBERS["eps"])
+    for stage in program.maps:
+        if isinstance(stage, Gate):
+            y = y * _act(v["gate"], stage.activation)
+        if isinstance(stage, ScaleShift):
+            y = y * (1 + v["mod_scale"] + v.get("mod_scale_bias", 0.0)) + v["shift"] + v.get("shift_bias", 0.0)
+    if mixed is not None:
+        kept = v["residual"] * (v["alpha"] if mixed.alpha == "vec" else numbers["alpha_value"])
+        return (kept + v["beta"] * y).to(given["residual"].dtype)
+    return y.to(kind)
 
 
 def _act(gate: Tensor, name: str) -> Tensor:

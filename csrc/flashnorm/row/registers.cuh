@@ -50,6 +50,8 @@ class RegisterRow {
   static constexpr bool kHasRow = !Tile::kManyRows && decltype(Program::store)::kBlock == kNoBlock;
 
  public:
+  // Whether the differences from the mean, once they are asked for, are what the row is held as.
+  static constexpr bool kCentred = std::is_same_v<Kept, float>;
   // Whether a result fits exactly where the row is held.
   static constexpr bool kHoldsResult =
       std::is_same_v<Kept, float> || std::is_same_v<Kept, typename RoundedBy<Maps>::Type>;
@@ -101,6 +103,7 @@ class RegisterRow {
       if (kHeld > 2) forget(kept_[i]);
       widen(v, kept_[i]);
       centre(v, mean, count<Access>(i));
+      if constexpr (kCentred) narrow(kept_[i], v);
     });
     return {sums[0], sums[1]};
   }

@@ -7,7 +7,7 @@ namespace flashnorm {
 
 #if FN_KERNELS
 
-// Any number of groups a lane, one lane a thread or two. In shared memory a thread reads only what it put there, so
+// Any number of groups a lane, one lane a thread or more. In shared memory a thread reads only what it put there, so
 // there is no barrier.
 template <class Program, class Tile, class Reduce>
 class StreamedRow {
@@ -35,7 +35,7 @@ class StreamedRow {
   static constexpr int kBatch = kAhead ? batch_of(kMost, kRawBytes, 64) : 1;
 
  public:
-  static constexpr bool kHoldsResult = false;
+  static constexpr bool kCentred = false, kHoldsResult = false;
 
   FN_DEVICE StreamedRow(const Program& program, const RowGrid& grid, const Place& place, Reduce& reduce)
       : program_(program),

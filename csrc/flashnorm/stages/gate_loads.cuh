@@ -237,9 +237,9 @@ struct LoadGated {
   template <int N>
   FN_HOST_DEVICE void keep(Pack<Kept, N>& kept, const Raw<N>& raw, int) const {
     float v[N], g[N];
-    widen(v, raw.x);
     widen(g, raw.gate);
     activate<Options::kActivation>(g);
+    widen(v, raw.x);
     FN_UNROLL
     for (int i = 0; i < N; ++i) v[i] = fp::mul(v[i], g[i]);
     narrow(kept, v);

@@ -22,7 +22,7 @@ struct Rms {
     const float mean_square = fp::div(row.sum_squares(), float(row.hidden_size()));
     return {fp::reciprocal(fp::sqrt(fp::add(mean_square, eps)))};
   }
-  template <int N>
+  template <bool kCentred = false, int N>
   FN_HOST_DEVICE static void normalize(float (&v)[N], const State& state) {
     FN_UNROLL
     for (int i = 0; i < N; ++i) v[i] = fp::mul(v[i], state.rstd);
@@ -68,10 +68,14 @@ struct MeanVar {
     const float variance = square < 0.0f ? 0.0f : square;  // a NaN stays
     return {mean, rest, fp::reciprocal(fp::sqrt(fp::add(variance, eps)))};
   }
-  template <int N>
+  // With `kCentred`, v is the row's d already.
+  template <bool kCentred = false, int N>
   FN_HOST_DEVICE static void normalize(float (&v)[N], const State& state) {
     FN_UNROLL
-    for (int i = 0; i < N; ++i) v[i] = fp::mul(fp::sub(fp::sub(v[i], state.mean), state.rest), state.rstd);
+    for (int i = 0; i < N; ++i) {
+      const float d = kCentred ? v[i] : fp::sub(v[i], state.mean);
+      v[i] = fp::mul(fp::sub(d, state.rest), state.rstd);
+    }
   }
 };
 

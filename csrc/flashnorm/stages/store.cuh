@@ -76,6 +76,7 @@ struct NextNorm {
   static constexpr int kBlock = kNoBlock;
   using Again = R;
   struct Given {};
+  struct Scale {};
   template <int N>
   struct Raw {
     Pack<W, N> weight;
