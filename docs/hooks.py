@@ -1,4 +1,4 @@
-"""What the documentation makes when it is built: the reference from the public names, pictures, plots, tables, formulas."""
+"""What is made when the documentation is built: the reference from the public names, pictures, plots, tables."""
 
 from __future__ import annotations
 
@@ -85,8 +85,7 @@ def versions() -> str:
         "| `cuda` | an NVIDIA GPU from sm_75 on, nvcc 12.0 or newer (of a toolkit or of wheels) and a host compiler |\n"
         "| `cpu` | x86-64 with AVX2 and FMA, or AArch64; g++ or clang++ with C++17 |\n"
         "| `torch` | PyTorch alone |\n\n"
-        "Python packages that are not installed, compilers that are not there and devices that nothing serves are named by "
-        "`python -m flashnorm doctor`.\n"
+        "What a machine lacks of all that is named by `python -m flashnorm doctor`.\n"
     )
 
 

@@ -14,18 +14,15 @@ _CELL = 46
 
 
 def _svg(width: float, height: float, parts: Sequence[str]) -> str:
-    style = "<style>text{font:12px system-ui,sans-serif;fill:currentColor}.d{fill:#222}</style>"
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' role='img'>"
-        f"{style}{''.join(parts)}</svg>"
-    )
+    style = "<style>text{font:12px system-ui,sans-serif;fill:currentColor}</style>"
+    size = f"viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}'"
+    return f"<svg xmlns='http://www.w3.org/2000/svg' {size} role='img'>{style}{''.join(parts)}</svg>"
 
 
 def _cell(x: float, y: float, width: float, text: str, colour: str, opacity: float = 0.35) -> str:
-    return (
-        f"<rect x='{x}' y='{y}' width='{width}' height='24' fill='{colour}' fill-opacity='{opacity}' stroke='{colour}'/>"
-        f"<text x='{x + width / 2}' y='{y + 16}' text-anchor='middle'>{text}</text>"
-    )
+    filled = f"fill='{colour}' fill-opacity='{opacity}' stroke='{colour}'"
+    box = f"<rect x='{x}' y='{y}' width='{width}' height='24' {filled}/>"
+    return box + _text(x + width / 2, y + 16, text, "middle")
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
@@ -100,7 +97,7 @@ def bandwidth(rows: Sequence[dict[str, Any]], op: str) -> str:
     for i, contender in enumerate(contenders):
         colour = _COLOURS[i % len(_COLOURS)]
         points = sorted(place(r["bytes"], r["gbps"]) for r in mine if r["contender"] == contender)
-        best = {x: y for x, y in reversed(points)}  # of shapes with as many bytes
+        best = dict(reversed(points))  # of shapes with as many bytes
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in sorted(best.items()))
         dash = " stroke-dasharray='4 3'" if contender == "mul" else ""
         thick = 2.5 if contender.startswith("flashnorm") else 1.2

@@ -1,4 +1,4 @@
-"""The documentation: every page is in the navigation, pictures are well-formed, formulas and templates are what they should be."""
+"""The documentation: pages are in the navigation, pictures well-formed, formulas and templates what they should be."""
 
 from __future__ import annotations
 
@@ -72,27 +72,8 @@ def test_the_tile_is_that_of_the_kernels():
 def test_formulas_become_markdown():
     pytest.importorskip("griffe", reason="the extra docs is not installed")
     to_markdown = load("formulas").to_markdown
-    text = "Sum.\n\n.. math:: y = x\n\nMore :math:`w + 1`.\n\n    .. math::\n        a = b, \\quad\n        c\n\nEnd."
-    assert to_markdown(text).split() == [
-        "Sum.",
-        "$$",
-        "y",
-        "=",
-        "x",
-        "$$",
-        "More",
-        "$w",
-        "+",
-        "1$.",
-        "$$",
-        "a",
-        "=",
-        "b,",
-        "\\quad",
-        "c",
-        "$$",
-        "End.",
-    ]
+    text = "Sum.\n\n.. math:: y = x\n\nMore :math:`w + 1`.\n\n    .. math::\n        a = b,\n        c\n\nEnd."
+    assert " ".join(to_markdown(text).split()) == "Sum. $$ y = x $$ More $w + 1$. $$ a = b, c $$ End."
 
 
 def test_it_builds_without_a_warning(tmp_path):
