@@ -141,5 +141,5 @@ def plans(module: Any, name: str, m: int, h: int) -> Iterator[Plan]:
             continue
         for cta in (64, 128, 256) if some_rows and threads < 256 else (threads,):
             if cta % threads == 0:
-                for prefetch in (True, False) if m <= 160 else (False,):
+                for prefetch in (True, False) if m <= 640 else (False,):
                     yield (threads, cta // threads, cluster, held, groups, prefetch)

@@ -38,7 +38,7 @@ from flashnorm.scales import dequantize
 
 from .bars import Bars
 from .measure import Call
-from .rivals import EPS, SCALE
+from .rivals import EPS, SCALE, compiled
 from .roofline import Buffer, bytes_moved
 
 Shape = tuple[int, int]
@@ -51,6 +51,10 @@ SCALARS = {
     "scale_value": SCALE,
     "global_scale_value": 1.0,
     "scale_ub_value": torch.finfo(torch.float32).max,
+    "input_factor_value": 1.0,
+    "center": 1.0,
+    "next_eps": 1e-5,
+    "next_center": 1.0,
 }
 # A result further than this from the fp64 formula is not the operator: rounding alone is 1.7e-3 in bf16 (2.5e-3 for
 # peers that round twice), 2.6e-2 in e4m3, twice that in e5m2, 0.1 to 0.13 in e2m1 (bytes of two codes).
@@ -257,6 +261,18 @@ class Bench:
         if distance <= _WRONG.get(self.result(t, returned).dtype, _WRONG_AT_ALL):
             return None
         return f"wrong result: relative L2 error {distance:.1e}"
+
+
+def over_buffers(formula: Callable[..., object], *names: str) -> dict[str, Bind]:
+    """The peers of a formula over the buffers of these names, eager and compiled."""
+
+    def eager(t: Buffers) -> Call:
+        return partial(formula, *(getattr(t, name) for name in names))
+
+    def compile_it(t: Buffers) -> Call:
+        return partial(compiled(formula, t.x.shape), *(getattr(t, name) for name in names))
+
+    return {"torch": eager, "torch.compile": compile_it}
 
 
 def _mul(t: Buffers) -> Call:

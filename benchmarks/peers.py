@@ -8,11 +8,11 @@ from functools import partial
 
 import flashnorm
 
-from . import rivals
+from . import gates, rivals
 from .bars import BARE, CUDA, Bars, Shape
-from .entry import Bench, Bind, Buffers
+from .entry import Bench, Buffers, over_buffers
 from .measure import Call
-from .rivals import EPS, LIGER_MODE, SCALE, compiled, flashinfer, flashinfer_cuda, flashinfer_silu, liger, quack
+from .rivals import EPS, LIGER_MODE, SCALE, flashinfer, flashinfer_cuda, flashinfer_silu, liger, quack
 
 # Decode, prefill, wide rows that need more than one CTA, and the narrow rows of QK norms.
 TABLE: tuple[Shape, ...] = (
@@ -56,24 +56,12 @@ _SILU_QUANT = replace(
 _FOUR_BITS = Bars(ratio=None, ceiling=dict.fromkeys(FOUR_BITS_TABLE[2:], 1 / 1.5))
 
 
-def _torch(formula: Callable[..., object], *names: str) -> dict[str, Bind]:
-    """A formula over the buffers of these names, eager and compiled."""
-
-    def eager(t: Buffers) -> Call:
-        return partial(formula, *(getattr(t, name) for name in names))
-
-    def compile_it(t: Buffers) -> Call:
-        return partial(compiled(formula, t.x.shape), *(getattr(t, name) for name in names))
-
-    return {"torch": eager, "torch.compile": compile_it}
-
-
 def _dynamic(form: str, granularity: str | int, formula: Callable[..., object]) -> Bench:
     def ours(t: Buffers) -> Call:
         call = flashnorm.rmsnorm_dynamic_quant
         return partial(call, t.x, t.weight, EPS, granularity=granularity, out=t.out, scale=t.scale)
 
-    peers, options = _torch(formula, "x", "weight"), {"granularity": form}
+    peers, options = over_buffers(formula, "x", "weight"), {"granularity": form}
     return Bench("rmsnorm_dynamic_quant", ours, peers, form, options, shapes=DYNAMIC_TABLE, bars=_SHOWN)
 
 
@@ -81,16 +69,16 @@ def _blocks(
     op: str, form: str, options: dict[str, str], call: Callable[[Buffers], Call], formula: Callable[..., object]
 ) -> Bench:
     dtypes = {"scale": "uint8", **({"out": "uint8"} if op == "rmsnorm_fp4quant" else {})}
-    peers = _torch(formula, "x", "weight")
+    peers = over_buffers(formula, "x", "weight")
     return Bench(op, call, peers, form, options=options, dtypes=dtypes, shapes=FOUR_BITS_TABLE, bars=_FOUR_BITS)
 
 
-_ENTRIES = (
+_ENTRIES: tuple[Bench, ...] = (
     Bench(
         "rmsnorm",
         ours=lambda t: partial(flashnorm.rmsnorm, t.x, t.weight, EPS, t.out),
         peers={
-            **_torch(rivals.rmsnorm, "x", "weight"),
+            **over_buffers(rivals.rmsnorm, "x", "weight"),
             "flashinfer cute": lambda t: partial(flashinfer().rmsnorm, t.x, t.weight, EPS, t.out, True),
             "flashinfer cuda": lambda t: partial(flashinfer_cuda().rmsnorm, t.out, t.x, t.weight, EPS, True),
             "quack": lambda t: partial(quack().rmsnorm, t.x, t.weight, eps=EPS),
@@ -103,7 +91,7 @@ _ENTRIES = (
         "fused_add_rmsnorm",
         ours=lambda t: partial(flashnorm.fused_add_rmsnorm, t.x, t.residual, t.weight, EPS),
         peers={
-            **_torch(rivals.fused_add_rmsnorm, "x", "residual", "weight"),
+            **over_buffers(rivals.fused_add_rmsnorm, "x", "residual", "weight"),
             "flashinfer cute": lambda t: partial(
                 flashinfer().fused_add_rmsnorm, t.x, t.residual, t.weight, EPS, True
             ),
@@ -123,7 +111,7 @@ _ENTRIES = (
         "rmsnorm_quant",
         ours=lambda t: partial(flashnorm.rmsnorm_quant, t.out, t.x, t.weight, SCALE, EPS),
         peers={
-            **_torch(rivals.rmsnorm_quant, "x", "weight"),
+            **over_buffers(rivals.rmsnorm_quant, "x", "weight"),
             "flashinfer cute": lambda t: partial(
                 flashinfer().rmsnorm_quant, t.out, t.x, t.weight, t.divisor, EPS, True
             ),
@@ -138,7 +126,7 @@ _ENTRIES = (
         "fused_add_rmsnorm_quant",
         ours=lambda t: partial(flashnorm.fused_add_rmsnorm_quant, t.out, t.x, t.residual, t.weight, SCALE, EPS),
         peers={
-            **_torch(rivals.fused_add_rmsnorm_quant, "x", "residual", "weight"),
+            **over_buffers(rivals.fused_add_rmsnorm_quant, "x", "residual", "weight"),
             "flashinfer cute": lambda t: partial(
                 flashinfer().fused_add_rmsnorm_quant, t.out, t.x, t.residual, t.weight, t.divisor, EPS, True
             ),
@@ -153,7 +141,7 @@ _ENTRIES = (
         "layernorm",
         ours=lambda t: partial(flashnorm.layernorm, t.x, t.weight, t.bias, EPS, t.out),
         peers={
-            **_torch(rivals.layernorm, "x", "weight", "bias"),
+            **over_buffers(rivals.layernorm, "x", "weight", "bias"),
             "torch": lambda t: partial(rivals.layernorm_eager, t.x, t.weight.to(t.x.dtype), t.bias.to(t.x.dtype)),
             "flashinfer cute": lambda t: partial(flashinfer().layernorm, t.x, t.weight, t.bias, EPS),
             "flashinfer cuda": lambda t: partial(flashinfer_cuda().layernorm, t.out, t.x, t.weight, t.bias, EPS),
@@ -167,7 +155,7 @@ _ENTRIES = (
         "layernorm_quant",
         ours=lambda t: partial(flashnorm.layernorm_quant, t.out, t.x, t.weight, t.bias, SCALE, EPS),
         peers={
-            **_torch(rivals.layernorm_quant, "x", "weight", "bias"),
+            **over_buffers(rivals.layernorm_quant, "x", "weight", "bias"),
             "flashinfer cuda": lambda t: partial(
                 flashinfer_cuda().layernorm_quant, t.out, t.x, t.weight, t.bias, t.divisor, EPS
             ),
@@ -183,7 +171,7 @@ _ENTRIES = (
             t.out, t.scale.T, t.normed_out, t.x, t.residual, t.weight, EPS,
         ),
         peers={
-            **_torch(rivals.fused_add_rmsnorm_block_quant, "x", "residual", "weight"),
+            **over_buffers(rivals.fused_add_rmsnorm_block_quant, "x", "residual", "weight"),
             "flashinfer cuda": lambda t: partial(
                 flashinfer_cuda().fused_add_rmsnorm_fp8_block_quant,
                 t.out, t.scale.T, t.normed_out, t.x, t.residual, t.weight, EPS, True,
@@ -199,7 +187,7 @@ _ENTRIES = (
         "fused_rmsnorm_silu",
         ours=lambda t: partial(flashnorm.fused_rmsnorm_silu, t.x, t.weight, EPS, t.out),
         peers={
-            **_torch(rivals.rmsnorm_silu, "x", "weight"),
+            **over_buffers(rivals.rmsnorm_silu, "x", "weight"),
             "flashinfer cuda": lambda t: flashinfer_silu(t.x, t.weight, t.out),
         },
         shapes=SILU_TABLE,
@@ -208,7 +196,7 @@ _ENTRIES = (
     Bench(
         "fused_rmsnorm_silu",
         ours=lambda t: partial(flashnorm.fused_rmsnorm_silu, t.x, t.weight, EPS, t.out, scale=SCALE),
-        peers=_torch(rivals.rmsnorm_silu_quant, "x", "weight"),
+        peers=over_buffers(rivals.rmsnorm_silu_quant, "x", "weight"),
         form="e4m3",
         behind="fused_rmsnorm_silu_quant",
         shapes=SILU_QUANT_TABLE,
@@ -229,6 +217,7 @@ _ENTRIES = (
         lambda t: partial(flashnorm.rmsnorm_mxfp8_quant, t.x, t.weight, t.out, t.scale, EPS),
         rivals.rmsnorm_mxfp8,
     ),
+    *gates.ENTRIES,
 )  # fmt: skip
 BENCHES: dict[str, Bench] = {entry.name: entry for entry in _ENTRIES}
 

@@ -1,7 +1,7 @@
 """Tuning the CUDA C++ route: bits first, then every launch plan on every shape of the table.
 
     python -m benchmarks.tune_cuda --out benchmarks/results/tune_cuda.jsonl [--part bits|plans|all] [--arch sm_90a]
-        [--only ln,quant,block]
+        [--only ln,quant,block] [--shapes 16384x7168,64x4096]
 
 Builds tuning artefacts (`-DFLASHNORM_TUNING`, which lets a caller force the plan), checks every plan against the
 NumPy model of the arithmetic, and times plans in CUDA graphs over buffers that are always cold. Failures are
@@ -127,6 +127,7 @@ def main() -> int:
     parser.add_argument("--part", choices=("bits", "plans", "all"), default="all")
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--only", help="programs by name, separated by commas")
+    parser.add_argument("--shapes", help="MxH by commas, in place of the table's")
     parser.add_argument("--seconds", type=float, default=150.0, help="no new measurement starts after this")
     args = parser.parse_args()
     start = time.monotonic()
@@ -139,7 +140,9 @@ def main() -> int:
         bits(modules, log)
         print(f"{time.monotonic() - start:.1f} s", flush=True)
     if args.part != "bits":
-        for family, m, h in (work for work in WORK if work[0] in modules):
+        shapes = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")] if args.shapes else []
+        asked = [(name, m, h) for name in names for m, h in shapes] or WORK
+        for family, m, h in (work for work in asked if work[0] in modules):
             if time.monotonic() - start > args.seconds:
                 log.add("failure", where="out of time", family=family, shape=[m, h])
                 break

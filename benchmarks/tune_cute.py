@@ -68,7 +68,7 @@ def first_round(hidden_size: int, rows: int, op: str, sm: int) -> Iterator[RowTi
                 continue
             if few and rounds > 4 and hidden_size < 32768:
                 continue
-            for n in dict.fromkeys((t, 128, 256)) if c == 1 else (t,):
+            for n in dict.fromkeys((t, 128, 256, min(2 * t, 512))) if c == 1 else (t,):
                 if n >= max(t, 32) and (t <= 32 or n // t <= 8) and not (few and n > max(t, 128)):
                     yield RowTile(hidden_size, 8, t, n, c, early_weights=rounds * weights <= 4)
                     if weights > 1 and not few and rounds > 1:
@@ -94,13 +94,19 @@ def second_round(best: RowTile, few: bool) -> Iterator[RowTile]:
     else:
         yield change(best, streaming=True)
         yield change(best, streaming=True, signal_early=True)
-    if best.hold == "registers" and not few:
+    if best.hold == "registers" and best.threads <= 32:
+        for turns in {1, 2, 4} - {best.turns}:
+            yield change(best, turns=turns)
+            yield change(best, turns=turns, early_weights=not best.early_weights)
+    if best.hold == "registers" and not few and best.turns == 1:
         yield change(best, staged=True)
         yield change(best, staged=True, hold="shared")
         yield change(best, staged=True, hold="shared", signal_early=True)
     if not best.early_weights:
-        yield change(best, batch=8)
-        yield change(best, batch=16)
+        for batch in (1, 2, 3, 8, 16):
+            yield change(best, batch=batch)
+            if batch <= 3 and not few:
+                yield change(best, batch=batch, streaming=True)
 
 
 def describe(tile: RowTile) -> str:

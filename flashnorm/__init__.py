@@ -5,11 +5,25 @@ Importing it imports neither the CuTe DSL nor a compiler and does not initialise
 
 from __future__ import annotations
 
+from flashnorm import functional
 from flashnorm.ahead import gen_norm_module, preload, record
 from flashnorm.api import capabilities, explain
 from flashnorm.core.dispatch import Explanation, backend
 from flashnorm.ops.blocks import fused_add_rmsnorm_fp8_block_quant, rmsnorm_dynamic_quant
+from flashnorm.ops.dit import (
+    fused_dit_gate_residual_layernorm_gamma_beta,
+    fused_dit_gate_residual_layernorm_scale_shift,
+    fused_dit_residual_layernorm_scale_shift,
+)
 from flashnorm.ops.fp4 import add_rmsnorm_fp4quant, rmsnorm_fp4quant
+from flashnorm.ops.gated import (
+    gated_residual_next_rmsnorm,
+    gated_residual_rmsnorm,
+    rmsnorm_sigmoid_gate,
+    supports_gated_residual_next_rmsnorm,
+    supports_gated_residual_rmsnorm,
+    supports_rmsnorm_sigmoid_gate,
+)
 from flashnorm.ops.layernorm import fused_add_layernorm, layernorm, layernorm_quant
 from flashnorm.ops.mxfp8 import add_rmsnorm_mxfp8_quant, rmsnorm_mxfp8_quant
 from flashnorm.ops.rmsnorm import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
@@ -33,11 +47,17 @@ __all__ = [
     "capabilities",
     "dequantize",
     "explain",
+    "functional",
     "fused_add_layernorm",
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_quant",
+    "fused_dit_gate_residual_layernorm_gamma_beta",
+    "fused_dit_gate_residual_layernorm_scale_shift",
+    "fused_dit_residual_layernorm_scale_shift",
     "fused_rmsnorm_silu",
+    "gated_residual_next_rmsnorm",
+    "gated_residual_rmsnorm",
     "gemma_fused_add_rmsnorm",
     "gemma_fused_add_rmsnorm_quant",
     "gemma_rmsnorm",
@@ -52,6 +72,10 @@ __all__ = [
     "rmsnorm_fp4quant",
     "rmsnorm_mxfp8_quant",
     "rmsnorm_quant",
+    "rmsnorm_sigmoid_gate",
+    "supports_gated_residual_next_rmsnorm",
+    "supports_gated_residual_rmsnorm",
+    "supports_rmsnorm_sigmoid_gate",
     "swizzle_scales",
     "unswizzle_scales",
 ]

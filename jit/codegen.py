@@ -18,6 +18,7 @@ file learns nothing about it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -74,13 +75,12 @@ def _constant(name: str, value: Any) -> tuple[str, str]:
     raise TypeError(f"a stage field of type {type(value).__name__} has no C++ form")
 
 
-def _options(name: str, stage: Stage, input_type: str) -> list[str]:
-    own = {operand.name for operand in stage.operands()}
+def _options(name: str, stage: Stage, input_type: str, operands: Collection[str]) -> list[str]:
     lines = [f"struct {name}Options {{", f"  using Input = {input_type};"]
     for field in fields(stage):
         value = getattr(stage, field.name)
-        if value in own:
-            continue  # it says where a result goes; the operand list has said so already
+        if isinstance(value, str) and value in operands:
+            continue  # it says where a result goes, or like what; the operand list has said so already
         ctype, literal = _constant(field.name, value)
         lines.append(f"  static constexpr {ctype} k{_pascal(field.name)} = {literal};")
     return [*lines, "};"]
@@ -101,7 +101,7 @@ class _Unit:
     def stage(self, name: str, stage: Stage) -> str:
         """Defines the stage's type `name`; returns its initialiser."""
         own = stage.operands()
-        self.lines += _options(name, stage, self.input_type)
+        self.lines += _options(name, stage, self.input_type, self.index)
         arguments = ", ".join([f"{name}Options", *(self.types[operand.name] for operand in own)])
         self.lines += [f"using {name} = {type(stage).__name__}<{arguments}>;", ""]
         bound = [self._reference(operand, name) for operand in own]

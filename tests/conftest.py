@@ -2,17 +2,21 @@
 
 pytest tests                             the CPU: routes cpu and torch
 pytest tests --device cuda               the same files on a GPU: routes cute, cuda and torch
-pytest tests --device cuda --shard 3/16  every 16th group of tests: 16 processes compile side by side
+pytest -n 15 --dist loadgroup tests      in 15 processes, which share compiled kernels through the store
 """
 
 from __future__ import annotations
 
 import os
 import time
-import zlib
 from collections.abc import Iterator
 
 import pytest
+
+# One thread for the CPU side of each process: with one for every core in each, they wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 ROUTES = {"cpu": ("cpu", "torch"), "cuda": ("cute", "cuda", "torch")}
@@ -25,7 +29,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--warm", type=int, help="processes that build kernels first (default: all cores in a large run)")
     group.addoption("--need-aarch64", action="store_true", help="fail where the tools to try AArch64 are missing")
     group.addoption("--nvcc-wheels", help="a folder that holds the wheels of the extra nvcc (pip install --target)")
-    group.addoption("--shard", default="0/1", help="i/n: run the i-th of n parts of the tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,14 +46,11 @@ def _group(item: pytest.Item) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, parts = (int(n) for n in config.getoption("--shard").split("/"))
-    if not 0 <= part < parts:
-        raise pytest.UsageError(f"--shard {part}/{parts}: the part must be 0 to {parts - 1}")
-    mine = [item for item in items if zlib.crc32(_group(item).encode()) % parts == part]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(mine)])
-    items[:] = mine
     cuda = config.getoption("--device") == "cuda"
+    parallel = config.pluginmanager.hasplugin("xdist")
     for item in items:
+        if parallel:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
         if item.get_closest_marker("gpu") and not cuda:
             item.add_marker(pytest.mark.skip(reason="needs --device cuda"))
         if item.get_closest_marker("large") and not cuda:
@@ -68,7 +68,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     jobs = config.getoption("--warm")
     if jobs is None:
         using = sum(bool({"route", "exact_route"} & set(getattr(i, "fixturenames", ()))) for i in session.items)
-        jobs = min(os.cpu_count() or 1, 16) if using >= LARGE_RUN else 0
+        alone = "PYTEST_XDIST_WORKER" not in os.environ
+        jobs = min(os.cpu_count() or 1, 16) if alone and using >= LARGE_RUN else 0
     if jobs > 0 and not config.getoption("collectonly"):
         from tests.warm import start
 

@@ -49,7 +49,15 @@ def build(folder: Path, programs: Mapping[str, tuple[RowProgram, tuple[str, ...]
         program, dtypes = programs[name]
         source = unit(program, dtypes, "cuda").replace("flashnorm/ffi/launch.h", "emulated_launch.h")
         (folder / f"{name}.cpp").write_text(source)
-        command = [*compiler.command, "-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fno-gnu-unique"]
+        command = [
+            *compiler.command,
+            "-std=c++17",
+            "-O1",
+            "-march=native",
+            "-ffp-contract=off",
+            "-fno-gnu-unique",
+            "-DFN_FAST=1",
+        ]
         command += ["-fvisibility=hidden", "-shared", "-fPIC", f"-I{CSRC}", f"-I{ROOT / 'csrc'}"]
         command += [f"-I{path}" for path in ffi.include_dirs]
         command += [str(folder / f"{name}.cpp"), "-o", str(folder / f"{name}.so"), f"-L{ffi.lib_dir}", "-ltvm_ffi"]

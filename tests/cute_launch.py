@@ -8,7 +8,7 @@ import torch
 
 from flashnorm import model
 from flashnorm.kernels.tile import WIDTH, needs_of
-from flashnorm.program import Variant
+from flashnorm.program import Silu, Variant
 from tests import cute_emulator as emulator
 
 SCALARS = {"eps": 1e-6, "scale_value": 0.0371, "scale_ub_value": 1.5, "global_scale_value": 173.25}
@@ -138,7 +138,10 @@ class Launch:
         emulator.launch(self.variant, self.tile, self.machine, self.tensors, self.scalars(), sm, native_fp4)
         for name, want in self.expected.items():
             got = self.flat(name).reshape(want.shape)
-            assert model.same_bits({name: got}, {name: want}), (name, self.tile, got, want)
+            if Silu() not in self.program.maps:
+                assert model.same_bits({name: got}, {name: want}), (name, self.tile, got, want)
+        got = {name: self.flat(name).reshape(want.shape) for name, want in self.expected.items()}
+        assert model.agree(self.program, got, self.expected), (self.tile, got, self.expected)
         untouched = ~self.writable
         assert torch.equal(self.memory[untouched], self.before[untouched]), "bytes outside the outputs changed"
 

@@ -41,7 +41,7 @@ REQUIRED = [(op, name) for op, name in REQUIRED if op in OLD or name in ("input"
 
 
 # ------------------------------------------------------------------ types, dtypes, devices
-@pytest.mark.parametrize("value", [[1.0], 3.0, "x", object()], ids=repr)
+@pytest.mark.parametrize("value", [[1.0], 3.0, "x", object()], ids=lambda value: type(value).__name__)
 @every_argument
 def test_not_a_tensor(op: str, name: str, value: object, device: torch.device) -> None:
     refuse(op, device, TypeError, op, name, "Tensor", type(value).__name__, change=lambda t: {name: value})

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 import flashnorm
 from flashnorm.core.op import ALL, OPS, Op
+from tests import gatecombos
 from tests.buffers import padded
 from tests.combos import BLOCKED, COMBOS, DYNAMIC, FP4, MXFP8, SILU, STATIC, USUAL, Combo
 from tests.problem import Call, Problem
@@ -29,6 +30,7 @@ MORE = (
     *[c for c in COMBOS if c.op == SILU and c.x == "bf16" and c.out],
 )
 every_form = pytest.mark.parametrize("combo", (*USUAL, *MORE), ids=str)
+VECTORS = ("gain", "alpha", "beta", "next_weight", "gate_bias", "mod_scale", "mod_scale_bias", "shift", "shift_bias")
 USUAL_FP4 = next(c for c in USUAL if c.op == FP4[0])
 
 
@@ -54,6 +56,9 @@ def registered(op: Op, device: torch.device, without: bool) -> tuple[Any, ...]:
         "out": torch.empty(M, H),
         "weight": torch.rand(H) + 0.5,
         "bias": torch.rand(H) + 0.5,
+        "gate": torch.randn(M, H) if "rmsnorm" in op.name else torch.rand(H),
+        **dict.fromkeys(("residual_out", "ffn_input"), torch.empty(M, H)),
+        **{name: torch.rand(H) + 0.5 for name in VECTORS},
     }
     given: list[torch.Tensor | None] = []
     words = []
@@ -69,7 +74,7 @@ def registered(op: Op, device: torch.device, without: bool) -> tuple[Any, ...]:
             given.append(torch.zeros(M, store.columns(H), dtype=torch.uint8))
         elif operand.kind == "blocks":
             given.append(torch.empty(M, 1) if dynamic else torch.empty(H // 128, padded(M)))
-        elif operand.name == "global_scale":
+        elif operand.name in ("global_scale", "input_factor"):
             given.append(None if without else torch.full((1,), 3.0))
         elif operand.kind == "pairs":
             given.append(torch.zeros(M, H // 2, dtype=torch.uint8))
@@ -80,10 +85,11 @@ def registered(op: Op, device: torch.device, without: bool) -> tuple[Any, ...]:
         else:
             dtype = torch.float32 if layer and name in ("weight", "bias") else torch.bfloat16
             rows_int8 = name == "x" and op.name.endswith("_rows") and not without
-            given.append(made[name].to(torch.int8 if rows_int8 else dtype))
+            given.append(made[name].to(torch.int8 if rows_int8 else dtype, copy=True))
         if i in op.encoded:  # the first dtype that is none of the bytes' own
             words.append(next(d for d in operand.dtypes if d != "uint8"))
-    scalars = {"eps": 1e-6, "scale_value": 0.5, "scale_ub_value": 3e38, "global_scale_value": 1.0}
+    scalars = {"eps": 1e-6, "scale_value": 0.5, "scale_ub_value": 3e38, "global_scale_value": 1.0, "alpha_value": 0.5}
+    scalars |= {"center": 1.0, "next_eps": 1e-5, "next_center": 1.0, "input_factor_value": 0.5}
     return (
         *(None if t is None else t.to(device) for t in given),
         *(scalars[name] for name in op.scalars),
@@ -115,7 +121,7 @@ def test_schema_marks_what_is_written(op: Op) -> None:
 
 
 def test_every_public_function_is_an_operator() -> None:
-    assert set(OPS) == {combo.op for combo in COMBOS}
+    assert set(OPS) == {combo.op for combo in COMBOS} | set(gatecombos.OPS)
     assert all(callable(getattr(flashnorm, name)) and name in flashnorm.__all__ for name in OPS)
 
 

@@ -116,7 +116,7 @@ def test_exact_and_canonical_agree_and_round_where_the_mode_says() -> None:
     sums = {}
     for rounded in (False, True):
         program = RowProgram(AddResidual(rounded=rounded), Rms(), (), Cast("x"))
-        h, _ = programs._load(program, given)
+        h, _ = programs._load(program, given, {})
         sums[rounded] = float(h[0, 0])
         written = model.canonical(program, given, {"eps": 1.0})
         assert float(written["residual"][0, 0]) == 1.0078125

@@ -21,6 +21,7 @@ EQUAL_SHARE = 0.999
 FP32_RELATIVE, FP32_OF_LARGEST, RSTD_RELATIVE = 2e-6, 1e-6, 1e-6
 DIFFERENCE_OF_LARGEST = 1e-6
 CODE_STEPS = 1
+EXP_ULPS, EXP_TO = 4, 80.0  # of fp32, with an exponential, for arguments up to that
 SCALE_ROUNDING = 2.0**-23  # relative: the scale's rounding, and that of its inverse
 EAGER_FACTOR = 2.0
 
@@ -79,6 +80,23 @@ def assert_same_bits(got: torch.Tensor, want: torch.Tensor, what: str = "") -> N
             f"{what}: {int(wrong.sum())} of {wrong.numel()} elements have other bits; first at {where}: "
             f"{got[where].item()!r}, expected {want[where].item()!r}"
         )
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, what: str = "", judged: torch.Tensor | None = None) -> None:
+    """What two routes with exponentials of their own may differ by: a step, fp32 as many ulp as the contract says.
+
+    Args:
+        got, want: results of two routes.
+        what: for the message.
+        judged: pairs of codes: which of them have the same scale.
+    """
+    assert got.dtype == want.dtype and got.shape == want.shape, what
+    pairs = got.dtype == E2M1
+    got, want = ((places(t) if pairs else t).detach().cpu() for t in (got, want))
+    steps = (got - want).abs() if pairs else steps_between(got, want)
+    steps = steps if judged is None else steps * judged
+    allowed = EXP_ULPS if got.dtype == torch.float32 else CODE_STEPS
+    assert not steps.numel() or int(steps.max()) <= allowed, f"{what}: {int(steps.max())} steps, {allowed} allowed"
 
 
 def max_steps(dtype: torch.dtype, numerics: str) -> int:
@@ -227,3 +245,12 @@ def assert_share_of(got: torch.Tensor, want: torch.Tensor, what: str, *, worst: 
     assert int(steps.max()) <= worst, f"{what}: {int(steps.max())} steps"
     part = float((steps != 0).double().mean())
     assert part <= share, f"{what}: {part:.5%} of the elements differ, at most {share:.3%} may"
+
+
+def assert_no_worse(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, what: str) -> None:
+    """Of a whole module, by the same module in fp64: its error is at most twice that of eager PyTorch in that dtype."""
+    assert got.shape == exact.shape and got.dtype == eager.dtype, f"{what}: {tuple(got.shape)}, {got.dtype}"
+    own, other = ((t.detach().cpu().double() - exact.cpu()).abs() for t in (got, eager))
+    assert bool(own.isfinite().all()) and float(other.max()) > 0, f"{what}: nothing to compare"
+    for name, mine, theirs in (("error", own.norm(), other.norm()), ("worst error", own.max(), other.max())):
+        assert float(mine) <= EAGER_FACTOR * float(theirs), f"{what}: {name} {mine:g}, eager PyTorch's {theirs:g}"

@@ -23,6 +23,9 @@ FN_DEVICE uint32_t shuffle_up(uint32_t v) { return __shfl_up_sync(0xFFFFFFFFu, v
 
 FN_DEVICE void sync_cta() { __syncthreads(); }
 
+// No thread's memory access moves over it; all 32 threads of the warp call it.
+FN_DEVICE void sync_warp() { __syncwarp(); }
+
 // Asks for a line to be brought to L2, where the memory of a GPU is coherent: no value is read.
 FN_DEVICE void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at)));

@@ -79,5 +79,27 @@ FN_HOST_DEVICE float reciprocal(float a) {
 #endif
 }
 
+// Near 2^a and 1/a: what is subnormal is 0. The host's are for tests of sequences that put them right.
+FN_HOST_DEVICE float approximate_exp2(float a) {
+#if FN_DEVICE_CODE
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(a));
+  return result;
+#else
+  const float result = __builtin_exp2f(a);
+  return result < 0x1p-126f ? 0.0f : result;
+#endif
+}
+
+FN_HOST_DEVICE float approximate_reciprocal(float a) {
+#if FN_DEVICE_CODE
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(a));
+  return result;
+#else
+  return 1.0f / a;
+#endif
+}
+
 }  // namespace fp
 }  // namespace flashnorm

@@ -51,11 +51,29 @@ FN_DEVICE uint32_t largest_of_neighbours(uint32_t v, int threads) {
   return v;
 }
 
+// A row as it is stored, as its statistics see it.
+template <class HeldRow>
+struct RowAgain {
+  HeldRow& row;
+  FN_DEVICE int hidden_size() const { return row.hidden_size(); }
+  FN_DEVICE float sum_squares() { return row.sum_squares_again(); }
+};
+
 // The passes from the statistics on: what is computed of every group, and stored. `result(v, maps)` makes y.
 template <class Store, class HeldRow, class Reduce, class Result>
 FN_DEVICE void store_row(const Store& store, typename Store::Given given, HeldRow& row, Reduce& reduce,
                          const Place& place, const Result& result) {
-  if constexpr (Store::kBlock == kNoBlock) {
+  if constexpr (AgainOf<Store>::kThere) {
+    row.renew([&](auto& v, const auto& maps, const auto& at, auto& again) {
+      result(v, maps);
+      clear_missing(v, count_of<kGroup>(at.access));
+      narrow(again, v);
+      store.put_again(again, at);
+    });
+    RowAgain<HeldRow> again{row};
+    const auto state = store.stats().compute(again);
+    row.finish_again([&](auto& v, const auto& raw, const auto& at) { store.put(v, raw, state, at); });
+  } else if constexpr (Store::kBlock == kNoBlock) {
     const auto scale = store.scale(given);
     row.template finish<false>([&](auto& v, const auto& maps, const auto& at) {
       result(v, maps);
@@ -112,7 +130,7 @@ __global__ void __launch_bounds__(Tile::kMaxCta)
   const auto state = program.stats.compute(row);
   store_row(program.store, given, row, reduce, place, [&](auto& v, const auto& maps) {
     program.stats.normalize(v, state);
-    program.maps.apply(v, maps);
+    program.maps.apply(v, maps.raw, maps.rows);
   });
   if (place.speaks_for_row()) program.saves.put(state, Row{0, 0});
   if constexpr (decltype(Program::store)::kBlock != kNoBlock) {

@@ -13,27 +13,35 @@
 //             Raw<N>            what `fetch` reads
 //             fetch(raw, at)    issues the reads
 //             keep(kept, raw, count)  h, from what was read; +0 from the count-th element on
+//             Vecs<N>, fetch_vecs(vecs, at)  vectors that h is made of besides, if any: keep(kept, raw, vecs, count)
 //             save(kept, at)    writes what the stage stores besides (once for every element of the row)
 //   stats   kSums             the most sums that are asked for at once
 //           State             the row's statistics
 //           compute(row)      from the sums `row` offers: row.sum(), row.sum_squares(), row.deviations(mean)
 //           normalize(v, state)
 //   map     Raw<N>, fetch(raw, at), apply(v, raw)
+//           Rows<N>, fetch_rows(rows, at)  rows that it reads besides vectors, if any: apply(v, raw, rows)
 //   store   kCodes            whether it makes 8-bit codes
 //           kBlock            the elements that are written with one scale, found from them (stages/store.cuh)
 //           read()            what the scale hangs on besides: its Given
 //           scale(given)      the Scale; with a kBlock, scale(amax, given)
 //           put(v, scale, at)
 //           with a kBlock also put_scale(scale, row, block), pad(row, first, step), padded_rows()
+//           Again             instead of a scale, of a store that has the row once more: the element type that it is
+//                             stored in; put_again(again, at), fetch_again(again, at), stats() of what is stored,
+//                             Raw<N>, fetch(raw, at), put(v, raw, state, at)
 //   save    put(state, row)   called once a row
 #pragma once
 
 #include <type_traits>
 
 #include "stages/blocks.cuh"
+#include "stages/gate_loads.cuh"
+#include "stages/gate_maps.cuh"
 #include "stages/load.cuh"
 #include "stages/maps.cuh"
 #include "stages/nvfp4.cuh"
+#include "stages/parts.cuh"
 #include "stages/stats.cuh"
 #include "stages/store.cuh"
 
@@ -47,13 +55,18 @@ template <>
 struct Chain<> {
   template <int N>
   struct Raw {};
+  template <int N>
+  struct Rows {};
   static constexpr int raw_bytes() { return 0; }
+  static constexpr int row_bytes() { return 0; }
 
   FN_HOST_DEVICE void enter(Row, int) {}
   template <int N, class Access>
   FN_HOST_DEVICE void fetch(Raw<N>&, const At<Access>&) const {}
+  template <int N, class Access>
+  FN_HOST_DEVICE void fetch_rows(Rows<N>&, const At<Access>&) const {}
   template <int N>
-  FN_HOST_DEVICE void apply(float (&)[N], const Raw<N>&) const {}
+  FN_HOST_DEVICE void apply(float (&)[N], const Raw<N>&, const Rows<N>&) const {}
   template <class State>
   FN_HOST_DEVICE void put(const State&, Row) const {}
 };
@@ -68,10 +81,19 @@ struct Chain<First, Rest...> {
   };
   template <int N>
   using Raw = RawOf<N>;
-  // What a group's Raw holds, without the padding.
+  template <int N>
+  struct Rows {
+    typename RowsOf<First>::template Rows<N> first;
+    typename Chain<Rest...>::template Rows<N> rest;
+  };
+  // What a group's Raw and Rows hold, without the padding.
   static constexpr int raw_bytes() {
     using Own = typename First::template Raw<kGroup>;
     return (std::is_empty_v<Own> ? 0 : int(sizeof(Own))) + Chain<Rest...>::raw_bytes();
+  }
+  static constexpr int row_bytes() {
+    using Own = typename RowsOf<First>::template Rows<kGroup>;
+    return (RowsOf<First>::kThere ? int(sizeof(Own)) : 0) + Chain<Rest...>::row_bytes();
   }
 
   First first;
@@ -86,10 +108,19 @@ struct Chain<First, Rest...> {
     first.fetch(raw.first, at);
     rest.fetch(raw.rest, at);
   }
+  template <int N, class Access>
+  FN_HOST_DEVICE void fetch_rows(Rows<N>& rows, const At<Access>& at) const {
+    if constexpr (RowsOf<First>::kThere) first.fetch_rows(rows.first, at);
+    rest.fetch_rows(rows.rest, at);
+  }
   template <int N>
-  FN_HOST_DEVICE void apply(float (&v)[N], const RawOf<N>& raw) const {
-    first.apply(v, raw.first);
-    rest.apply(v, raw.rest);
+  FN_HOST_DEVICE void apply(float (&v)[N], const RawOf<N>& raw, const Rows<N>& rows) const {
+    if constexpr (RowsOf<First>::kThere) {
+      first.apply(v, raw.first, rows.first);
+    } else {
+      first.apply(v, raw.first);
+    }
+    rest.apply(v, raw.rest, rows.rest);
   }
   template <class State>
   FN_HOST_DEVICE void put(const State& state, Row row) const {

@@ -31,6 +31,7 @@ _SOURCES = tuple(
         "fp.cuh",
         "vec.cuh",
         "codec.cuh",
+        "activation.cuh",
         "codec4.cuh",
         "codec8.cuh",
         "stages.cuh",

@@ -36,6 +36,7 @@ _SOURCES = tuple(
     CSRC / "flashnorm" / name
     for name in (
         "types.cuh",
+        "activation.cuh",
         "device.cuh",
         "access.cuh",
         "fp.cuh",

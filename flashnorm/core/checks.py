@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 MAX_HIDDEN = 262_144
 FLT_MAX = 3.4028234663852886e38
 SMALLEST = 7.006492321624087e-46  # the least double that rounds to an fp32 value other than 0
-AT_LEAST = {"eps": 0.0}  # run-time scalars that may be 0; all others must be positive, as fp32 values
+# The least of run-time scalars that need not be positive, as fp32 values.
+AT_LEAST = {"eps": 0.0, "next_eps": 0.0, **dict.fromkeys(("alpha_value", "center", "next_center"), -FLT_MAX)}
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -40,12 +41,13 @@ def check_scalar(op: Op, name: str, value: Any) -> float:
         return value  # type: ignore[return-value]  # a compiler's symbol, checked when it has a value
     label = op.labels.get(name, name)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        tensor = " or a tensor of one element" if label in op.by_value else ""
+        tensor = " or a tensor" if name in {scalar for scalar, _ in op.by_value.values()} else ""
         raise TypeError(f"{op.called}: {label} must be a Python number{tensor}, got {type(value).__name__}")
     number = float(value)
     if not (least(name) <= number <= FLT_MAX):
-        bound = ">= 0" if least(name) == 0.0 else "> 0 as an fp32 value"
-        raise ValueError(f"{op.called}: {label} must be finite and {bound}, got {value!r}")
+        low = least(name)
+        bound = "" if low < 0 else " and >= 0" if low == 0 else " and > 0 as an fp32 value"
+        raise ValueError(f"{op.called}: {label} must be finite{bound}, got {value!r}")
     return number
 
 
@@ -54,15 +56,17 @@ def split(op: Op, name: str, value: Any) -> tuple[torch.Tensor | None, float]:
 
     A tensor on the CPU is read here. A kernel reads fp32, fp16 and bf16; other numbers become fp32.
     """
-    scalar, default = op.by_value[name]
+    (scalar, default), label = op.by_value[name], op.labels.get(name, name)
     if value is None and default is not None:
         return None, default
     if not isinstance(value, torch.Tensor):
         return None, check_scalar(op, scalar, value)
+    if op.operands[op.index(name)].kind == "vec":
+        return value, 1.0
     if value.dim() > 1 or value.numel() != 1:
-        raise ValueError(f"{op.called}: {name} must be a scalar tensor or shape (1,), got {tuple(value.shape)}")
+        raise ValueError(f"{op.called}: {label} must be a scalar tensor or shape (1,), got {tuple(value.shape)}")
     if value.dtype == torch.bool or value.dtype.is_complex:
-        raise ValueError(f"{op.called}: {name} must be a real number, got {dtype_name(value)}")
+        raise ValueError(f"{op.called}: {label} must be a real number, got {dtype_name(value)}")
     if value.device.type == "cpu" and type(value) in PLAIN and not torch.compiler.is_compiling():
         return None, check_scalar(op, scalar, value.item())
     return value if dtype_name(value) in FLOATS else value.float(), 1.0

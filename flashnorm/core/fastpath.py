@@ -115,7 +115,7 @@ def warm(
         op: the operator.
         recent: its guarded launches; see `remember`.
         cold: takes the same arguments.
-        names: what `cold` calls an operand, where that differs from the operator's own name.
+        names: what `cold` calls an operand or a number, where that differs from the operator's own name.
         flags: parameters of `cold` that ask for an optional output: parameter -> operand.
         unless: parameters that are None in every warm call: with them, `cold` asks another operator.
         seen: further parameters that an entry was made under, after the options.
@@ -128,7 +128,9 @@ def warm(
     given = {p.name for p in parameters}
     local = {o.name: names.get(o.name, o.name) for o in op.operands}
     spread = {name: scalar for name, (scalar, _) in op.by_value.items() if scalar not in given}
-    allocate = [f"{name}_tensor, {scalar} = {_spread(op, name)}" for name, scalar in spread.items()]
+    allocate = [f"{name}_tensor, {scalar} = {_spread(op, name, local[name])}" for name, scalar in spread.items()]
+    numbers = (s for s in op.scalars if s not in given and s not in spread.values())
+    allocate += [f"{s} = {names[s]}" for s in numbers]
     given |= {f"{name}_tensor" for name in spread}
     local |= {name: f"{name}_tensor" for name in spread}
     x = local[op.operands[0].name]
@@ -195,11 +197,11 @@ def warm(
     return call
 
 
-def _spread(op: Op, name: str) -> str:
+def _spread(op: Op, name: str, parameter: str) -> str:
     """A parameter that is a tensor or a number, as both."""
     default = op.by_value[name][1]
-    none = "" if default is None else f"(None, {default!r}) if {name} is None else "
-    return f"{none}(None, {name}) if {name}.__class__ is float else split({name!r}, {name})"
+    none = "" if default is None else f"(None, {default!r}) if {parameter} is None else "
+    return f"{none}(None, {parameter}) if {parameter}.__class__ is float else split({name!r}, {parameter})"
 
 
 def _elsewhere(unless: Sequence[str], only: Mapping[str, Any]) -> str:

@@ -45,7 +45,7 @@ class Op:
         reference: the formula in plain PyTorch, and the `torch` route.
         routes: that the operator has.
         broadcast_vecs: a vector may be given per head or per row.
-        labels: what users call an operand, where that differs.
+        labels: what users call an operand or a number, where that differs.
         by_value: operands of one element that may come as a number instead: their scalar, and the number that
             stands for none (None: there must be one). A CPU tensor counts as the number in it.
         blocks: for an operator whose "blocks" operand is not taken as it comes: (tensor, M) -> size and strides of the
@@ -85,8 +85,9 @@ class Op:
         self.broadcast_vecs = broadcast_vecs
         self.by_value = dict(by_value or {})
         self.blocks = blocks or (lambda tensor, _: (tuple(tensor.shape), tensor.stride()))
-        numbers = {number: name for name, (number, _) in self.by_value.items()}
-        self.labels = {"x": "input", **numbers, **(labels or {})}
+        called_so = labels or {}
+        numbers = {number: called_so.get(name, name) for name, (number, _) in self.by_value.items()}
+        self.labels = {"x": "input", **numbers, **called_so}
         self.functional = functional
         first = {key: next(iter(values)) for key, values in options.items()}
         full = program(_Everything(), first)
@@ -176,8 +177,8 @@ class Op:
     def behind(self, check: Callable[[Op, Mapping[str, Any]], None] | None = None) -> Callable[..., Any]:
         """The call for a public function that has several operators behind it, with a warm call of its own.
 
-        It takes, by position, every operand (a number where `by_value` allows it), the other scalars, the options and
-        enable_pdl. `check` sees them by name in a cold call, before anything else.
+        It takes, by position or name, every operand (a number where `by_value` allows it), the other scalars, the
+        options and enable_pdl. `check` sees them by name in a cold call, before anything else.
         """
         numbers = {scalar for scalar, _ in self.by_value.values()}
         names = (*self._index, *(s for s in self.scalars if s not in numbers), *self.options, "enable_pdl")
@@ -203,6 +204,17 @@ class Op:
             state = (*chosen, *seen, *asked, dispatch.forced_here())
             self._execute(tensors, scalars, options, enable_pdl, self._warm_calls, state)
         return self._result(tensors)
+
+    def accepts(self, *operands: Any) -> bool:
+        """Whether a call takes these tensors (a number where `by_value` allows it, None for what is absent or new).
+
+        Raises what such a call would raise.
+        """
+        tensors = self._spread((*operands, *([None] * len(self.scalars))))[: len(self.operands)]
+        checks.check_present(self, tensors)
+        first = {key: next(iter(values)) for key, values in self.options.items()}
+        checks.check_tensors(self, self.program_of(tensors, first), tensors)
+        return True
 
     def traced(self, *args: Any) -> Any:
         """The call under a compiler: the same checks on shapes, then the registered operator."""

@@ -7,8 +7,9 @@ whole row as one block needs an exchange between the warps, and then one more pa
 
 from cutlass import Int32
 
-from flashnorm.kernels.codec import encode, pack, unpack
-from flashnorm.kernels.codec4 import LARGEST_E2M1, encode_products, encode_quotients, unit
+from flashnorm.kernels import codec4
+from flashnorm.kernels.codec import encode, pack
+from flashnorm.kernels.codec4 import LARGEST_E2M1, unit
 from flashnorm.kernels.fp import constant, div_rn, max_nan, min_nan, mul_rn, rcp_rn
 from flashnorm.kernels.memory import GROUP, warp_barrier
 from flashnorm.kernels.reduce import butterfly, largest, row_max
@@ -38,7 +39,7 @@ class BlockStore:
     """A store that goes over a row by blocks, and finds a scale for each.
 
     Subclasses say what `_scale(amax)` makes of a block's largest |y|: (what is stored, what `_codes` needs, masks for
-    the codes); and `_codes(y, what)`: raw registers.
+    the codes, None where `_codes` makes do without); and `_codes(y, what)`: raw registers.
     """
 
     def __init__(self, k, stage):
@@ -68,12 +69,13 @@ class BlockStore:
             scale, how, some = self._scale(amax)
             self._store(j, y, how, some)
             there = k.has_group(j)
-            block = k.thread // Int32(groups) + Int32(j * k.tile.threads // groups)
+            mine = first if there is None else first & there
             for operand in self.scales:
-                k.store_block(operand.name, block, scale, first if there is None else first & there)
+                k.store_block(operand.name, k.thread // Int32(groups), scale, mine, j * k.tile.threads // groups)
 
     def _store(self, j, y, how, some):
-        codes = [masked(c, *some) for c in self._codes(y, how)]
+        codes = self._codes(y, how)
+        codes = codes if some is None else [masked(c, *some) for c in codes]
         if self.pairs:
             self.k.store_pairs("out", j, codes[0])
         else:
@@ -125,7 +127,7 @@ class QuantBlocksStore(BlockStore):
                 k.held[j] = pack(y, dtype)
         scale, factor, some = self._scale(row_max(k, amax))
         if keeps:
-            again = ((j, unpack(k.held_again(j), dtype)) for j in range(k.tile.rounds))
+            again = ((j, k.held_again(j, dtype)) for j in range(k.tile.rounds))
         else:
             again = row.outputs(stats)
         for j, y in again:
@@ -139,18 +141,25 @@ class QuantBlocksStore(BlockStore):
         a, largest_code = min_nan(amax, constant(FLT_MAX)), constant(self.largest)
         a = max_nan(a, constant(self.stage.floor)) if self.stage.floor else a
         a = a if self.cap is None else min_nan(a, self.cap)
-        some = masks(amax, is_nan(a), NAN_E2M1 if self.stage.fp4 else NAN_CODES[self.out])
+        if self.stage.fp4:
+            byte = (floor_byte if self.stage.ocp else up_byte)(a, self.largest)
+            factor = mul_rn(factor_of(byte), constant(1 / unit(self.k.native_fp4)))
+            some = masks(amax, is_nan(a), NAN_E2M1) if self.k.native_fp4 else None
+            return byte, factor if self.k.native_fp4 else (factor, amax), some
+        some = masks(amax, is_nan(a), NAN_CODES[self.out])
         if self.stage.ue8m0:
             byte = (floor_byte if self.stage.ocp else up_byte)(a, self.largest)
-            factor = factor_of(byte)
-            return byte, mul_rn(factor, constant(1 / unit(self.k.native_fp4))) if self.stage.fp4 else factor, some
+            return byte, factor_of(byte), some
         s = div_rn(a, largest_code)
         return s, div_rn(largest_code, a) if self.stage.ratio else rcp_rn(s), some
 
     def _codes(self, y, factor):
-        if self.pairs:
-            return [encode_products(y, factor, self.k.native_fp4)]
-        return encode([mul_rn(v, factor) for v in y], self.out, self.k.sm)
+        if not self.pairs:
+            return encode([mul_rn(v, factor) for v in y], self.out, self.k.sm)
+        if self.k.native_fp4:
+            return [codec4.products(y, factor)]
+        factor, amax = factor
+        return [codec4.emulated_products(y, factor, amax, self.stage.ocp)]
 
 
 class QuantNvfp4Store(BlockStore):
@@ -164,14 +173,14 @@ class QuantNvfp4Store(BlockStore):
         self.gain = k.load_one("global_scale") if stage.global_scale == "device" else scalars.get("global_scale_value")
 
     def _scale(self, amax):
-        gain = self.gain  # without it a quotient that is subnormal makes a scale of 0, whatever its last bits are
-        wanted = sixth(min_nan(amax, constant(FLT_MAX)), tiny=gain is not None)
-        byte = e4m3_byte(wanted if gain is None else mul_rn(gain, wanted), self.k.sm)
-        value = e4m3_value(byte, unit(self.k.native_fp4))
-        some = masks(amax, is_nan_e4m3(byte), NAN_E2M1, byte)
-        return byte, (value, inverse_parts(value)), some
+        wanted = sixth(min_nan(amax, constant(FLT_MAX)), self.gain)
+        byte = e4m3_byte(wanted, self.k.sm)
+        value = e4m3_value(byte)
+        inverse = inverse_parts(value, unit(self.k.native_fp4))
+        if self.k.native_fp4:
+            return byte, inverse, masks(amax, is_nan_e4m3(byte), NAN_E2M1, byte)
+        return byte, (value, inverse, wanted, amax, byte), None
 
     def _codes(self, y, how):
-        value, inverse = how
         scaled = y if self.gain is None else [mul_rn(v, self.gain) for v in y]
-        return [encode_quotients(scaled, value, inverse, self.k.native_fp4)]
+        return [codec4.quotients(scaled, how) if self.k.native_fp4 else codec4.emulated_quotients(scaled, *how)]

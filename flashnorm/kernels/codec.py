@@ -56,6 +56,16 @@ def pack(values, dtype):
     ]
 
 
+# The second and third operand of what widens bfloat16, as numbers that may be hidden from the compiler.
+HALVES = (0x1044, -0x10000)
+_BF16_BY = "{ .reg .b32 lo, hi; prmt.b32 lo, $2, 0, $3; and.b32 hi, $2, $4; mov.b32 $0, lo; mov.b32 $1, hi; }"
+
+
+def unpack_by(regs, select, mask):
+    """The fp32 values of raw registers of bfloat16; `select` and `mask` are `HALVES` in int32 registers."""
+    return [v for r in regs for v in asm_many(T.f32(), 2, _BF16_BY, "=f,=f,r,r,r", (r, select, mask))]
+
+
 def round_to(values, dtype):
     """rT of fp32 values, widened again."""
     return values if dtype == "float32" else unpack(pack(values, dtype), dtype)

@@ -10,7 +10,7 @@ from cutlass import Int32, Int64
 from cutlass._mlir.dialects import cute as cute_ir
 
 from flashnorm.kernels import memory
-from flashnorm.kernels.codec import unpack
+from flashnorm.kernels.codec import HALVES, unpack, unpack_by
 from flashnorm.kernels.fp import constant, hide, keep
 from flashnorm.kernels.tile import SLOT, WIDTH, needs_of
 from flashnorm.program import SCALES, TILE_COLUMNS, TILE_ROWS, RowProgram
@@ -49,6 +49,7 @@ class Frame:
         pool_ok: whether the row's index lies in the pool (int32), or None where rows are not picked.
         held: what a load stage keeps for the later passes, by round (hold="registers").
         native_fp4: the target has conversions to e2m1.
+        scalars: the launch's fp32 values by name.
     """
 
     native_fp4 = False
@@ -57,6 +58,7 @@ class Frame:
         self.tile, self.variant, self.sm, self.tensors, self.tid = tile, variant, sm, tensors, tid
         self.operands = {o.name: o for o in variant.program.operands()}
         self.held: dict = {}
+        self.scalars: dict = {}
         self.stage_names: tuple = ()
         self.pool_row, self.pool_ok = None, None
         self._raw, self._bases, self._masks = {}, {}, {}
@@ -66,6 +68,7 @@ class Frame:
         block = bid if c == 1 else bid // Int32(c)  # the CTAs of a cluster are consecutive
         self.thread = within if c == 1 else within + bid % Int32(c) * Int32(t)
         needs = needs_of(variant)
+        self.tight = needs.narrow or needs.dense  # where instructions are the limit, and registers are not
         self._exchange_base = shared_base + self.row_in_cta * Int32(needs.exchanges * tile.blocks * 4)
         self.stage_base = shared_base + Int32(tile.exchange_bytes(needs)) + tid * Int32(SLOT)
         self._block = block
@@ -290,15 +293,17 @@ class Frame:
         self._zero = Int32(self._count >> Int64(62 - self._passes))
         self._passes += 1
 
-    def held_again(self, j):
-        """What was held of round j, as raw registers that no compiler takes for those of the pass before.
+    def held_again(self, j, dtype):
+        """fp32 values of what was held of round j, in a way that no compiler takes for that of the pass before.
 
         It would otherwise keep the widened values of that pass instead of unpacking twice: double the registers
         across the barrier.
         """
         if self.tile.rounds <= 2:
-            return self.held[j]
-        return [hide(r, self._zero.ir_value()) for r in self.held[j]]
+            return unpack(self.held[j], dtype)
+        if dtype == "bfloat16" and self.tight:
+            return unpack_by(self.held[j], *(hide(Int32(word).ir_value(), self._zero.ir_value()) for word in HALVES))
+        return unpack([hide(r, self._zero.ir_value()) for r in self.held[j]], dtype)
 
     # ------------------------------------------------------------------ stores
     def store(self, name, j, regs):
@@ -317,28 +322,38 @@ class Frame:
         first = first if self.row_ok is None else first & self.row_ok
         memory.store_f32(self._base(name).ir_value(), value, first.ir_value())
 
-    def store_block(self, name, at, value, mine):
-        """What belongs to block `at` (Int32) of a "blocks" operand, by the thread for which `mine` (int32) holds.
+    def store_block(self, name, at, value, mine, ahead=0):
+        """What belongs to block `at` (Int32) + `ahead` of an operand of scales, by the thread for which `mine` holds.
 
         `value` is fp32, or the raw int32 of a byte; in an operand of int32, blocks are its bytes.
         """
         dtype = self.variant.dtype(name)
         pred = (mine if self.row_ok is None else mine & self.row_ok).ir_value()
         if dtype == "float32":
-            memory.store_f32(self._item(name, at).ir_value(), value, pred)
-            return
-        item, byte = (at >> Int32(2), at & Int32(3)) if dtype == "int32" else (at, Int32(0))
-        memory.store_byte((self._item(name, item) + Int64(byte)).ir_value(), value, pred)
+            memory.store_f32(self._item(name, at, ahead).ir_value(), value, pred)
+        elif dtype == "int32":
+            at = at + Int32(ahead)
+            memory.store_byte((self._item(name, at >> Int32(2)) + Int64(at & Int32(3))).ir_value(), value, pred)
+        else:
+            memory.store_byte(self._item(name, at, ahead).ir_value(), value, pred)
 
-    def _item(self, name, at):
-        """int64 address of value `at` (Int32) of this row in an operand of scales."""
+    def _item(self, name, at, ahead=0):
+        """int64 address of value `at` (Int32) + `ahead` of this row in an operand of scales.
+
+        It begins with what is the same for all blocks of a thread.
+        """
         tensor = self.tensors[name]
         if self.operands[name].kind == "swizzled":
+            if ahead % TILE_COLUMNS == 0 and ahead:
+                return self._item(name, at) + Int64(ahead * TILE_ROWS)
+            at = at + Int32(ahead)
             tiles = (self.row >> Int64(7)) * Int64(tensor.shape[1] * TILE_ROWS)
             row = ((self.row & Int64(31)) << Int64(4)) + (((self.row >> Int64(5)) & Int64(3)) << Int64(2))
             column = (at >> Int32(2)) * Int32(TILE_ROWS * TILE_COLUMNS) + (at & Int32(3))
             return tensor.iterator.toint() + tiles + row + Int64(column)
         offset = self.row * Int64(tensor.stride[0]) + Int64(at) * Int64(tensor.stride[1])
+        if ahead:
+            offset = offset + Int64(ahead) * Int64(tensor.stride[1])
         return tensor.iterator.toint() + offset * Int64(WIDTH[self.variant.dtype(name)])
 
     # ------------------------------------------------------------------ exchanges between warps

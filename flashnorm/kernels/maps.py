@@ -2,8 +2,8 @@
 
 from flashnorm.kernels.codec import round_to
 from flashnorm.kernels.fp import add_rn, constant, fma_rn, mul_rn
-from flashnorm.kernels.silu import silu
-from flashnorm.program import Affine, AffineBias, Bias, Round, Silu
+from flashnorm.kernels.silu import activate
+from flashnorm.program import Affine, AffineBias, Bias, Gate, MixResidual, Round, Silu
 
 
 def affine(k, stage, j, n):
@@ -33,4 +33,30 @@ def round_(k, stage, j, n):
     return round_to(n, k.variant.rounding)
 
 
-MAPS = {Affine: affine, AffineBias: affine_bias, Bias: bias, Round: round_, Silu: silu}
+def silu(k, stage, j, n):
+    """y = div(y, add(1, exp(-y)))."""
+    return activate(n, "silu")
+
+
+def gate(k, stage, j, n):
+    """y = mul(y, act(gate))."""
+    return [mul_rn(a, b) for a, b in zip(n, activate(k.values("gate", j), stage.activation), strict=True)]
+
+
+def mix_residual(k, stage, j, n):
+    """y = fma(beta, n, mul(alpha, residual))."""
+    residual = k.values("residual", j)
+    alpha = k.values("alpha", j) if stage.alpha == "vec" else [k.scalars["alpha_value"]] * len(n)
+    kept = [mul_rn(a, r) for a, r in zip(alpha, residual, strict=True)]
+    return [fma_rn(b, v, r) for b, v, r in zip(k.values("beta", j), n, kept, strict=True)]
+
+
+MAPS = {
+    Affine: affine,
+    AffineBias: affine_bias,
+    Bias: bias,
+    Gate: gate,
+    MixResidual: mix_residual,
+    Round: round_,
+    Silu: silu,
+}

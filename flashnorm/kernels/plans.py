@@ -43,7 +43,7 @@ class Shape:
 
 
 def _wide(threads: int, cluster: int, early_weights: bool) -> Shape:
-    return Shape(threads, threads, cluster, early_weights, True, "vecs", shared=True, late_residual=True)
+    return Shape(threads, threads, cluster, early_weights, True, "vecs", shared=True, late_residual=True, batch=8)
 
 
 # Three sums are two barriers, and weight and bias in fp32 are four times a bf16 row. Few warps a row, with weights for
@@ -53,6 +53,9 @@ def _wide(threads: int, cluster: int, early_weights: bool) -> Shape:
 def _thin(threads: int, batch: int = 0, shared: bool = False) -> Shape:
     return Shape(threads, threads, early_weights=False, signal_early=True, shared=shared, batch=batch)
 
+
+# Two rows of up to 8192 in a CTA find the vectors in L1 (16384 x 7168: 118.8 us, 121.2 with a row; not so in CUDA).
+_PAIRS = Shape(128, 256, early_weights=False, batch=1)
 
 # Where a row is a few groups, its three sums cost as many instructions as its elements: four rows in turn share the
 # vectors in registers (32768 x 128: 6.2 us, 7.5 with one row and late vectors; two rows on 8 threads in half of the
@@ -69,12 +72,13 @@ _MANY_NARROW_MEAN = Shape(4, 64, early_weights=False, batch=4)
 # group or two a thread, everything asked into L2 before the earlier kernel is done (1 x 4096: 1.07 us, 1.37 without,
 # 64 x 8192: 1.76 and 2.18) and the next kernel let in at once (1 x 4096: 1.37 us, 1.39 to 1.66 without). Many rows:
 # bandwidth counts, so few barriers and 16 elements a thread or more, until a row is so wide that one CTA of it fills
-# an SM: then clusters, the row in shared memory, since registers for it leave no second row in flight
-# (2048 x 131072: 271 us on four CTAs, 284 in registers). There the fused addition stores its sum late, so that the
-# first pass only reads (2048 x 131072: 543 us, 570 without). 32768 x 8192: 257 us with two rows a CTA in shared memory,
-# 260 with one. Between them rows used once are marked so (1024 x 8192: 9.56 us, 10.04 without). FP8 results halve what
-# is written, so that fewer threads a row win (32768 x 8192: 187 us on 256 threads, 207 on 512; 16384 x 4096: 49.5 on
-# 128, 51.7 on 256), but for a fused addition, which moves as much as before (8192 x 16384: 224 us on 1024, 226 on 512).
+# an SM: then clusters, the row in shared memory, since registers for it leave no second row in flight (2048 x 131072:
+# 269 us on four CTAs, weights loaded 8 groups at a time; 270 with 4, 284 in registers). There the fused addition
+# stores its sum late, so that the first pass only reads (2048 x 131072: 543 us, 570 without). 32768 x 8192: 257 us
+# with two rows a CTA in shared memory, 260 with one. Between them rows used once are marked so (1024 x 8192: 9.56 us,
+# 10.04 without). FP8 results halve what is written, so that fewer threads a row win (32768 x 8192: 187 us on 256
+# threads, 207 on 512; 16384 x 4096: 49.5 on 128, 51.7 on 256), but for a fused addition, which moves as much as
+# before (8192 x 16384: 224 us on 1024, 226 on 512).
 def _soon(threads: int, cta: int, cluster: int = 1, mean: Shape | None = None) -> Shape:
     return Shape(threads, cta, cluster, signal_early=True, prefetch="all", mean=mean)
 
@@ -94,7 +98,7 @@ _WIDE: tuple[tuple[int, Shape], ...] = (
             1024,
             shared=True,
             two=Shape(512, 512),
-            mean=_thin(128),
+            mean=_PAIRS,
             narrow=Shape(256, 256, two=Shape(512, 512)),
         ),
     ),
@@ -255,7 +259,8 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
     early = shape.shared and tile.early_weights and _weights_fit(tile, 0, vectors)
     one_row = replace(tile, num_threads=threads, streaming=False)
     tile = replace(tile if shape.shared else one_row, early_weights=early, streaming=False)
-    tile = replace(tile, batch=shape.batch if shape.shared and shape.batch else _batch(tile, 0, vectors))
+    asked = shape.batch if shape.shared and shape.batch * vectors <= 8 else 0
+    tile = replace(tile, batch=asked or _batch(tile, 0, vectors))
     if vec * min(loaded) >= 4:  # the least that cp.async moves
         staged = replace(tile, hold="shared", staged=True)
         if staged.shared_bytes(needs) <= shared_limit(sm):

@@ -23,7 +23,7 @@ from flashnorm.kernels.loads import LOADS
 from flashnorm.kernels.maps import MAPS
 from flashnorm.kernels.reduce import LaneSum, row_sums
 from flashnorm.kernels.stats import STATS
-from flashnorm.kernels.stores import SAVES, STORES
+from flashnorm.kernels.stores import SAVES, STORES, vecs_of
 from flashnorm.kernels.tile import needs_of
 from flashnorm.program import SCALES
 
@@ -66,28 +66,38 @@ class Row:
         tile, program = k.tile, k.variant.program
         self.k, self.program, self.hidden_size, self.present = k, program, tile.hidden_size, k.present
         self.load = LOADS[type(program.load)](k, program.load)
-        vecs = [o.name for o in program.operands() if o.kind == "vec"]
+        mine = [o for stage in program.maps for o in stage.operands()]
+        rows, vecs = ([o.name for o in mine if o.kind == kind] for kind in ("row", "vec"))
         lanes = tile.lanes_per_thread
         self.order = [j for lane in range(lanes) for j in range(lane, tile.rounds, lanes)]
         if tile.staged:
-            k.stage(self.load.names, self.order)
+            k.stage((*self.load.names, *rows), self.order)
         elif tile.hold == "registers":
             for j in range(tile.rounds):
-                for name in self.load.names:
+                for name in (*self.load.names, *rows):
                     k.load(name, (j,))
+        # Vectors that h is made of are read wherever h is: once where it waits in registers.
+        if tile.hold == "registers":
+            for name in self.load.vecs:
+                k.load(name, range(tile.rounds))
         if tile.early_weights:
-            for name in vecs:
+            for name in (*vecs, *vecs_of(program.store)):
                 if not k.has(name):
                     k.load(name, range(tile.rounds))
-        self.rereads = self.load.names if tile.hold == "global" else ()
-        self.late = [*self.rereads, *([] if tile.early_weights else vecs)]
-        self.outgoing = self._turns(range(tile.rounds), self.late)
+        again = self.load.vecs if tile.hold != "registers" else ()
+        self.rereads = (*self.load.names, *again) if tile.hold == "global" else again
+        self.late = [*self.rereads, *(rows if tile.hold == "global" else ()), *(() if tile.early_weights else vecs)]
+        self.outgoing = self.turns(range(tile.rounds), self.late)
         if self.outgoing.ahead and not self.rereads:
             self.outgoing.ask()  # under way while the sum crosses the row
-        self.incoming = k.arrivals(self.order) if tile.staged else iter(self._turns(self.order, self.rereads))
+        self.incoming = self._first_pass()
 
-    def _turns(self, rounds, names):
+    def turns(self, rounds, names):
         return Turns(self.k, rounds, names, self.k.tile.batch, ahead=self.k.tile.hold != "registers")
+
+    def _first_pass(self):
+        turns = iter(self.turns(self.order, self.rereads))
+        return turns if not self.k.tile.staged else (j for j, _ in zip(self.k.arrivals(self.order), turns, strict=True))
 
     def sums(self, term, squares):
         """Canonical sums over the row, taken in one pass.
@@ -98,7 +108,7 @@ class Row:
         """
         turns, again = self.incoming, self.incoming is None
         if again:
-            turns = iter(self._turns(self.order, self.rereads))
+            turns = iter(self.turns(self.order, self.rereads))
         self.incoming = None
         tile = self.k.tile
         lane_sums: list[list] = [[] for _ in squares]
@@ -123,7 +133,7 @@ class Row:
 
     def outputs(self, stats, last=True):
         """(round, y) over the row; `last` where no other pass follows."""
-        turns, self.outgoing = self.outgoing or self._turns(range(self.k.tile.rounds), self.late), None
+        turns, self.outgoing = self.outgoing or self.turns(range(self.k.tile.rounds), self.late), None
         for j in turns:
             y = stats.normalise(self.load.again(j, last))
             for stage in self.program.maps:
@@ -154,6 +164,7 @@ class Work:
 
 def row_program(k, scalars):
     """The four steps, traced for one thread: of one row, or of several in turn."""
+    k.scalars = scalars
     work = Work(k, scalars)
     for turn in range(1, k.tile.turns):
         following = Work(k.following(turn), scalars)

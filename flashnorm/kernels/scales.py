@@ -52,21 +52,26 @@ def factor_of(byte):
 
 
 # ------------------------------------------------------------------ e4m3
-def sixth(a, tiny):
-    """div(a, 6): the product with the inverse and one correction; the division itself where it may be subnormal.
+def sixth(a, gain=None):
+    """mul(gain, div(a, 6)), or the quotient alone, as far as e4m3 scales can tell.
+
+    By the product with the inverse and one correction, which may miss a tie of subnormal quotients. They all make a
+    scale of 0, but with a gain of 2^100 or more: that leads to the division itself.
 
     Args:
         a: fp32, not negative.
-        tiny: whether a quotient below 2^-100 matters.
+        gain: fp32, the same in all threads.
     """
     near = mul_rn(a, constant(_SIXTH))
-    six = constant(LARGEST_E2M1)
-    rest = fma_rn(near, mul_rn(six, constant(-1.0)), a)
+    rest = fma_rn(near, constant(-LARGEST_E2M1), a)
     quotient = fma_rn(rest, constant(_SIXTH), near)
-    if not tiny:
+    if gain is None:
         return quotient
-    code = "{ .reg .pred p; setp.lt.f32 p, $1, 0f0d800000; mov.b32 $0, $2; @p div.rn.f32 $0, $1, 0f40c00000; }"
-    return asm(T.f32(), code, "=&f,f,f", (a, quotient))
+    code = (
+        "{ .reg .pred p; mov.b32 $0, $2; setp.lt.f32 p, $3, 0f71800000; @p bra.uni USUAL; "
+        "div.rn.f32 $0, $1, 0f40c00000; USUAL: mul.rn.f32 $0, $0, $3; }"
+    )
+    return asm(T.f32(), code, "=&f,f,f,f", (a, quotient, gain))
 
 
 def e4m3_byte(value, sm):
@@ -77,18 +82,19 @@ def e4m3_byte(value, sm):
     return asm(T.i32(), "and.b32 $0, $1, 0xff;", "=r,r", (encode([value] * 4, "float8_e4m3fn", sm)[0],))
 
 
-def e4m3_value(byte, unit):
-    """What a code that is not negative stands for, times `unit`, a power of two; of no meaning for NaN."""
-    power = _bits(2.0**120 * unit)
+def e4m3_value(byte):
+    """What a code that is not negative stands for; of no meaning for NaN."""
+    power = _bits(2.0**120)
     code = f"{{ .reg .b32 n; .reg .f32 v; shl.b32 n, $1, 20; mov.b32 v, n; mul.rn.f32 $0, v, 0f{power:08x}; }}"
     return asm(T.f32(), code, "=f,r", (byte,))
 
 
-def inverse_parts(s):
-    """(r, r') with r + r' = 1 / s to 2^-33 and r' positive, for a normal number of few bits."""
+def inverse_parts(s, unit):
+    """(r, r') with r + r' = 1 / (s unit) to 2^-33 and r' positive, for a normal number of few bits."""
+    less, one = _bits((1 - 2.0**-11) / unit), _bits(1 / unit)
     code = (
-        "{ .reg .f32 n; rcp.approx.ftz.f32 $1, $2; mul.rn.f32 $0, $1, 0f3f7fe000; neg.f32 n, $2; "
-        "fma.rn.f32 n, n, $0, 0f3f800000; mul.rn.f32 $1, $1, n; }"
+        f"{{ .reg .f32 n; rcp.approx.ftz.f32 $1, $2; mul.rn.f32 $0, $1, 0f{less:08x}; neg.f32 n, $2; "
+        f"fma.rn.f32 n, n, $0, 0f{one:08x}; mul.rn.f32 $1, $1, n; }}"
     )
     return asm_many(T.f32(), 2, code, "=&f,=&f,f", (s,))
 

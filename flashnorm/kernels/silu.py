@@ -1,12 +1,14 @@
-"""SiLU of a group: exp and the quotient by the operations that `program.stages.Silu` lists.
+"""SiLU and sigmoid of a group: exponentials and quotients by the units that GPUs have for them.
 
-Within +-87 nothing overflows, and the quotient is one with a reciprocal and a correction, without a branch: the
-reciprocal is what `rcp.rn` makes of a normal number, so rounded correctly, and a quotient near it, corrected once by
-the exact remainder, is then the rounded quotient (P. Markstein, Computation of elementary functions on the IBM RISC
-System/6000 processor, 1990). The remainder is taken with the sign that leaves a quotient of -0 as it is.
+exp(-y) is e, the approximate 2^t for t = -y log2(e), rounded, and w = e (-y - t ln(2)), what the rounding of t lost of
+it. The quotient is y, or 1, times the approximate reciprocal of d = 1 + e, corrected once by the remainder, to which w
+belongs: so the error of a result is that of 2^t, the rounding of d and half an ulp. The sign of the remainder is the
+one that leaves a quotient of -0 as it is. `csrc` has the same operations in the same order: the two routes give equal
+bits on one architecture.
 
-A group with a number beyond that goes another way: above 87 exp(-y) adds nothing to 1; below -88.5 it is infinite;
-between, the quotient is taken with a divisor scaled by 2^-64, whose inverse is a normal number.
+A group with a number of 64 or more, or what looks like it, goes another way, in which nothing overflows: numbers up to
+87 get the same bits there; above, exp(-y) adds nothing to 1; below -88.5 it is infinite; between -88.5 and -87 the
+quotient is taken with a divisor scaled by 2^-64, whose inverse is a normal number.
 """
 
 import struct
@@ -15,56 +17,65 @@ from cutlass.cutlass_dsl import T
 
 from flashnorm.kernels.fp import asm_many
 from flashnorm.kernels.memory import GROUP
-from flashnorm.program import EXP2, EXP_FROM, EXP_TO, LOG2E
+from flashnorm.program import EXP_FROM, EXP_TO, LN2, LOG2E
 
 
 def _f(value):
     return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08x}"
 
 
-_MAGIC = 12582912.0  # 1.5 * 2^23: the sum's low bits are a rounded integer
 _ONE, _SMALL, _LIMIT = _f(1.0), _f(2.0**-64), _f(-EXP_FROM)
 
-# d = 1 + exp(-y), for -88.5 <= y <= 87.
+# 1 + exp(-y) = d + w, for -88.5 <= y <= 2^126.
 _DIVISOR = (
-    f"fma.rn.f32 k, {{y}}, {_f(-LOG2E[0])}, {_f(_MAGIC)}; sub.rn.f32 f, {_f(_MAGIC)}, k; "
-    f"fma.rn.f32 f, {{y}}, {_f(-LOG2E[0])}, f; fma.rn.f32 f, {{y}}, {_f(-LOG2E[1])}, f; "
-    f"fma.rn.f32 e, f, {_f(EXP2[5])}, {_f(EXP2[4])}; "
-    + " ".join(f"fma.rn.f32 e, e, f, {_f(EXP2[i])};" for i in (3, 2, 1, 0))
-    + f" fma.rn.f32 e, e, f, {_ONE}; mov.b32 b, k; shl.b32 b, b, 23; mov.b32 c, e; add.s32 c, c, b; mov.b32 e, c; "
+    f"mul.rn.f32 k, {{y}}, {_f(-LOG2E[0])}; ex2.approx.ftz.f32 e, k; neg.f32 f, {{y}}; "
+    f"fma.rn.f32 f, k, {_f(-LN2[0])}, f; fma.rn.f32 f, k, {_f(-LN2[1])}, f; mul.rn.f32 w, e, f; "
     f"add.rn.f32 d, e, {_ONE}; "
 )
 
 
-def _quotient(y, d, z):
+def _quotient(n, z):
+    """z = n / (d + w)."""
     return (
-        f"rcp.approx.ftz.f32 r, {d}; neg.f32 e, {d}; fma.rn.f32 e, e, r, {_ONE}; fma.rn.f32 r, e, r, r; "
-        f"mul.rn.f32 k, {y}, r; neg.f32 f, {y}; fma.rn.f32 f, {d}, k, f; neg.f32 r, r; fma.rn.f32 {z}, f, r, k; "
+        f"rcp.approx.ftz.f32 r, d; mul.rn.f32 k, {n}, r; neg.f32 f, {n}; fma.rn.f32 f, d, k, f; fma.rn.f32 f, w, k, f; "
+        f"neg.f32 r, r; fma.rn.f32 {z}, f, r, k; "
     )
 
 
-_NEAR = _DIVISOR + _quotient("{y}", "d", "{z}")
-_FAR = (
-    f"{_NEAR} mul.rn.f32 d, d, {_SMALL}; {_quotient('{y}', 'd', 'd')} mul.rn.f32 d, d, {_SMALL}; "
-    f"setp.lt.f32 q, {{y}}, {_f(EXP_FROM)}; selp.f32 {{z}}, d, {{z}}, q; "
-    f"mul.rn.f32 d, {{y}}, {_f(0.0)}; setp.lt.f32 q, {{y}}, {_f(-EXP_TO)}; selp.f32 {{z}}, d, {{z}}, q; "
-    f"setp.gt.f32 q, {{y}}, {_LIMIT}; selp.f32 {{z}}, {{y}}, {{z}}, q; "
-)
+def _near(n):
+    return _DIVISOR + _quotient(n, "{z}")
+
+
+def _far(n):
+    return (
+        f"{_near(n)} mul.rn.f32 d, d, {_SMALL}; mul.rn.f32 w, w, {_SMALL}; {_quotient(n, 'd')} "
+        f"mul.rn.f32 d, d, {_SMALL}; "
+        f"setp.lt.f32 q, {{y}}, {_f(EXP_FROM)}; selp.f32 {{z}}, d, {{z}}, q; "
+        f"mul.rn.f32 d, {n}, {_f(0.0)}; setp.lt.f32 q, {{y}}, {_f(-EXP_TO)}; selp.f32 {{z}}, d, {{z}}, q; "
+        f"setp.gt.f32 q, {{y}}, {_LIMIT}; selp.f32 {{z}}, {n}, {{z}}, q; "
+    )
 
 
 def _each(code):
     return " ".join(code.replace("{y}", f"${GROUP + i}").replace("{z}", f"${i}") for i in range(GROUP))
 
 
-def _text():
-    most = " ".join(f"abs.f32 d, ${GROUP + i}; max.f32 m, m, d;" for i in range(GROUP))
+def _text(n):
+    # Bits of all numbers together are at least the largest one: half the instructions of a maximum.
+    together = " ".join(f"or.b32 b, b, c{i};" for i in range(GROUP))
+    bits = " ".join(f"mov.b32 c{i}, ${GROUP + i};" for i in range(GROUP))
+    names = ", ".join(f"c{i}" for i in range(GROUP))
     return (
-        f"{{ .reg .pred p, q; .reg .f32 d, e, f, k, m, r; .reg .b32 b, c; mov.b32 m, 0; {most} "
-        f"setp.le.f32 p, m, {_LIMIT}; @p bra NEAR; {_each(_FAR)} bra DONE; NEAR: {_each(_NEAR)} DONE: }}"
+        f"{{ .reg .pred p, q; .reg .f32 d, e, f, k, r, w; .reg .b32 b, {names}; mov.b32 b, 0; {bits} {together} "
+        f"mov.b32 d, b; abs.f32 d, d; setp.lt.f32 p, d, {_f(64.0)}; "
+        f"@p bra NEAR; {_each(_far(n))} bra DONE; NEAR: {_each(_near(n))} DONE: }}"
     )
 
 
-def silu(k, stage, j, n):
-    """y = div(y, add(1, exp(-y)))."""
+_TEXTS = {"silu": _text("{y}"), "sigmoid": _text(_ONE)}
+
+
+def activate(values, name):
+    """div(y, add(1, exp(-y))) of 8 values for "silu", div(1, add(1, exp(-y))) for "sigmoid", within 4 ulp."""
     constraints = ",".join(["=&f"] * GROUP + ["f"] * GROUP)
-    return asm_many(T.f32(), GROUP, _text(), constraints, n)
+    return asm_many(T.f32(), GROUP, _TEXTS[name], constraints, values)

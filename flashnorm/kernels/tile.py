@@ -13,7 +13,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from flashnorm.program import AddResidual, BlockScales, Cast, MeanVar, Silu, Variant
+from flashnorm.program import (
+    AddResidual,
+    BlockScales,
+    Cast,
+    Gate,
+    LoadGained,
+    LoadGated,
+    MeanVar,
+    NextNorm,
+    Silu,
+    Variant,
+)
 
 GROUP = 8
 MAX_LANES = 1024
@@ -215,23 +226,29 @@ def sm_of(arch: str) -> int:
 
 def needs_of(variant: Variant) -> Needs:
     """What a variant asks of its tiles."""
-    program, load = variant.program, variant.program.load
+    program, load, store = variant.program, variant.program.load, variant.program.store
     rows = [o for o in load.operands() if o.kind in ("row", "pool") and o.mode != "out"]
-    loaded = tuple(WIDTH[variant.dtype(o.name)] for o in rows)
+    beside = [WIDTH[variant.dtype(o.name)] for stage in program.maps for o in stage.operands() if o.kind == "row"]
+    loaded = (*(WIDTH[variant.dtype(o.name)] for o in rows), *beside)
     if isinstance(load, AddResidual):  # its storage dtype, or an unrounded fp32 sum
         held = WIDTH[variant.dtype("residual")] if load.rounded else 4
+    elif isinstance(load, (LoadGained, LoadGated)):
+        held = 4
     else:  # int8 is widened to as many values, so it counts as much as 16 bits
-        held = max(2, *loaded)
-    store = program.store
+        held = max(2, *(WIDTH[variant.dtype(o.name)] for o in rows))
+    held += sum(beside)  # what the maps read waits with the row
+    again = isinstance(store, NextNorm)
+    held = max(held, WIDTH[variant.dtype("residual_out")]) if again else held
+    acts = isinstance(load, LoadGated) or any(isinstance(stage, (Silu, Gate)) for stage in program.maps)
     whole_row = isinstance(store, BlockScales) and store.block == 0
     vectors = sum(o.kind == "vec" for o in program.operands())
     return Needs(
         loaded=loaded,
         held=held,
         vectors=vectors,
-        exchanges=(3 if isinstance(program.stats, MeanVar) else 1) + whole_row,
-        heavy=vectors > 1 or min(loaded) == 1 or not isinstance(store, Cast) or Silu() in program.maps,
-        narrow=not isinstance(store, Cast),
-        dense=Silu() in program.maps,
+        exchanges=(3 if isinstance(program.stats, MeanVar) else 1) + whole_row + again,
+        heavy=vectors > 1 or min(loaded) == 1 or not isinstance(store, Cast) or acts,
+        narrow=not isinstance(store, (Cast, NextNorm)),
+        dense=acts,
         least=store.block // GROUP if isinstance(store, BlockScales) else 1,
     )

@@ -8,7 +8,7 @@ that all routes share (see `canonical_sum`); codes are made by integer arithmeti
 """
 
 from flashnorm.model.arithmetic import canonical_sum
-from flashnorm.model.distance import same_bits, steps
+from flashnorm.model.distance import agree, same_bits, steps
 from flashnorm.model.programs import canonical, exact
 
-__all__ = ["canonical", "canonical_sum", "exact", "same_bits", "steps"]
+__all__ = ["agree", "canonical", "canonical_sum", "exact", "same_bits", "steps"]

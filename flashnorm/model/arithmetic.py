@@ -70,6 +70,11 @@ def silu(y: Tensor) -> Tensor:
     return div(y, add(torch.ones_like(y), exp(-y)))
 
 
+def activation(v: Tensor, name: str) -> Tensor:
+    """sigmoid(v) = div(1, add(1, exp(-v))), or silu(v)."""
+    return silu(v) if name == "silu" else div(1.0, add(torch.ones_like(v), exp(-v)))
+
+
 def _halve(v: Tensor) -> Tensor:
     """Folds the last dimension, a power of two, onto its first element."""
     while v.shape[-1] > 1:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashnorm.model import formats
+from flashnorm.program import BlockScales, Cast, Gate, LoadGated, RowProgram, Silu
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _FAR = 1 << 31
@@ -41,6 +42,33 @@ def steps(got: Tensor, wanted: Tensor) -> Tensor:
 def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     """Whether all of a is in b, bit for bit. A NaN's bits are nobody's promise, but in a format of one byte."""
     return all(torch.equal(_bits(a[name]), _bits(b[name])) for name in a)
+
+
+def agree(program: RowProgram, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
+    """Whether a GPU may have written `got` where the model writes `wanted`.
+
+    Equal bits; of programs with an exponential, for which GPUs use their approximation, within one step, fp32 within
+    four. Codes with another scale than the model's are not compared.
+    """
+    if not any(isinstance(stage, Silu | Gate | LoadGated) for stage in program.stages()):
+        return same_bits(got, wanted)
+    kinds = {o.name: o.kind for o in program.operands()}
+    name = program.store.dst if isinstance(program.store, Cast) else "out"
+    out, right = got[name], wanted[name]
+    if kinds[name] == "pairs":
+        out, right = (t.contiguous().view(torch.uint8).view(formats.E2M1) for t in (out, right))
+    apart = steps(out, right)
+    apart = apart.view(-1, apart.shape[-1])
+    if "scale" in wanted and isinstance(program.store, BlockScales):
+        rows, blocks = apart.shape[0], program.store.blocks(apart.shape[1])
+        scale, its = (t.contiguous().view(torch.uint8) for t in (got["scale"], wanted["scale"]))
+        if kinds["scale"] == "swizzled":
+            scale, its = (formats.unswizzled(t, rows, blocks) for t in (scale, its))
+        between = steps(scale, its)[:rows]
+        if int(between.max()) > 1:
+            return False
+        apart = apart * (between == 0).repeat_interleave(apart.shape[1] // blocks, -1)
+    return not apart.numel() or int(apart.max()) <= (4 if out.element_size() == 4 else 1)
 
 
 def _integers(t: Tensor) -> Tensor:

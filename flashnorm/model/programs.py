@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashnorm.model import formats, stores
-from flashnorm.model.arithmetic import add, canonical_sum, div, fma, mul, silu, sqrt, sub
+from flashnorm.model import formats, gates, stores
+from flashnorm.model.arithmetic import activation, add, canonical_sum, div, fma, mul, silu, sqrt, sub
 from flashnorm.model.stores import fp32
 from flashnorm.program import (
     AddResidual,
@@ -17,8 +17,14 @@ from flashnorm.program import (
     AffineBias,
     Bias,
     Cast,
+    Gate,
+    GateResidual,
+    LoadGained,
+    LoadGated,
     LoadRow,
     MeanVar,
+    MixResidual,
+    NextNorm,
     QuantBlocks,
     QuantNvfp4,
     QuantTensor,
@@ -26,6 +32,7 @@ from flashnorm.program import (
     Round,
     RowProgram,
     SaveRstd,
+    ScaleShift,
     Silu,
     rounding,
 )
@@ -50,7 +57,7 @@ def canonical(program: RowProgram, given: Tensors, scalars: Mapping[str, float])
         NotImplementedError: for a stage this model does not know.
     """
     kind = _kind(program, given)
-    h, written = _load(program, given)
+    h, written = _load(program, given, scalars)
     hidden, eps = h.shape[-1], fp32(scalars["eps"], h)
     match program.stats:
         case Rms():
@@ -78,6 +85,12 @@ def canonical(program: RowProgram, given: Tensors, scalars: Mapping[str, float])
                 y = y.to(kind).float()
             case Silu():
                 y = silu(y)
+            case Gate():
+                y = mul(y, activation(given["gate"].float(), stage.activation))
+            case ScaleShift():
+                y = gates.canonical_scale_shift(stage, y, given)
+            case MixResidual():
+                y = gates.canonical_mix(stage, y, given, scalars)
             case _:
                 raise NotImplementedError(f"no model of {stage}")
     match program.store:
@@ -90,6 +103,8 @@ def canonical(program: RowProgram, given: Tensors, scalars: Mapping[str, float])
             made = stores.canonical_blocks(program.store, y, given, scalars)
         case QuantNvfp4():
             made = stores.canonical_nvfp4(program.store, y, given, scalars)
+        case NextNorm():
+            made = gates.canonical_next(y, given, scalars)
         case _:
             raise NotImplementedError(f"no model of {program.store}")
     return {**written, **made, **_saved(program, rstd)}
@@ -107,12 +122,14 @@ def exact(
 
     Args:
         program, given, scalars: see `canonical`.
-        stored: what a kernel wrote. Codes are judged with the scale that stands beside them, so that it is taken
-            from here.
+        stored: what a kernel wrote. Codes are judged with the scale that stands beside them, and a second norm with
+            the sum it was of, so that they are taken from here.
     """
     kind = _kind(program, given)
-    h32, written = _load(program, given)
+    h32, written = _load(program, given, scalars)
     h, eps = h32.double(), fp32(scalars["eps"], h32).double()
+    if isinstance(program.load, LoadGated):  # the exponential has an error of its own
+        h = given["x"].double() * gates.exact_activation(given["gate"], program.load.activation)
     match program.stats:
         case Rms():
             centred = h
@@ -133,7 +150,13 @@ def exact(
             case Round():
                 y = y.to(kind).double()
             case Silu():
-                y = y / (1 + torch.exp(-y))  # and not F.silu: an infinity gives NaN
+                y = gates.exact_activation(y, "silu")
+            case Gate():
+                y = y * gates.exact_activation(given["gate"], stage.activation)
+            case ScaleShift():
+                y = gates.exact_scale_shift(stage, y, given)
+            case MixResidual():
+                y = gates.exact_mix(stage, y, given, scalars)
             case _:
                 raise NotImplementedError(f"no formula for {stage}")
     match program.store:
@@ -145,6 +168,8 @@ def exact(
             made = stores.exact_blocks(program.store, y, given, scalars, stored)
         case QuantNvfp4():
             made = stores.exact_nvfp4(program.store, y, given, scalars, stored)
+        case NextNorm():
+            made = gates.exact_next(y, given, scalars, stored)
         case _:
             raise NotImplementedError(f"no formula for {program.store}")
     return {name: t.double() for name, t in {**written, **made, **_saved(program, rstd)}.items()}
@@ -158,8 +183,8 @@ def _kind(program: RowProgram, given: Tensors) -> torch.dtype:
     return kind
 
 
-def _load(program: RowProgram, given: Tensors) -> tuple[Tensor, dict[str, Tensor]]:
-    """(h in fp32, what loading writes). One fp32 operation is the formula and the model alike."""
+def _load(program: RowProgram, given: Tensors, scalars: Mapping[str, float]) -> tuple[Tensor, dict[str, Tensor]]:
+    """(h in fp32, what loading writes). h is rounded to fp32 in the formula as in the model."""
     stage, x = program.load, given["x"].float()
     match stage:
         case LoadRow():
@@ -169,6 +194,14 @@ def _load(program: RowProgram, given: Tensors) -> tuple[Tensor, dict[str, Tensor
             h = add(x, given["residual"].float())
             kept = h.to(given[stage.dst].dtype)
             return (kept.float() if stage.rounded else h), {stage.dst: kept}
+        case GateResidual():
+            h = gates.gated_residual(stage, given, scalars)
+            kept = h.to(given["residual_out"].dtype)
+            return (kept.float() if stage.rounded else h), {"residual_out": kept}
+        case LoadGained():
+            return mul(x, add(given["gain"].float(), fp32(scalars["center"], x))), {}
+        case LoadGated():
+            return mul(x, activation(given["gate"].float(), stage.activation)), {}
         case _:
             raise NotImplementedError(f"no formula for {stage}")
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from flashnorm.program.operand import FLOATS, Operand, Stage
 
-
 # ------------------------------------------------------------------ 1. load: h, fp32
+Activation = Literal["sigmoid", "silu"]  # sigmoid(v) = div(1, add(1, exp(-v))), with `Silu`'s exp
+
+
 @dataclass(frozen=True)
 class LoadRow(Stage):
     """h = f(x); `scaled`: h = mul(float(x), input_scale), x in int8.
@@ -44,6 +47,62 @@ class AddResidual(Stage):
         if self.dst == "residual":
             return (Operand("x", "row"), Operand("residual", "row", "inout"))
         return (Operand("x", "row"), Operand("residual", "row"), Operand(self.dst, "row", "out", like="residual"))
+
+
+@dataclass(frozen=True)
+class GateResidual(Stage):
+    """h of a diffusion transformer's block; also stored, rounded, in `residual_out`. s is `input_factor`.
+
+    With a gate: h = fma(x, mul(g, s), residual), g = gate or add(gate, gate_bias). Without: h = fma(x, s, residual),
+    or mul(x, s) without a residual.
+
+    Attributes:
+        gate, gate_bias, residual: which of the operands there are: a bias with a gate, a gate with a residual.
+        rounded: what is normalised is the stored h.
+        factor: where s is: in the launch ("value"), or an element in device memory ("device").
+    """
+
+    gate: bool
+    gate_bias: bool
+    residual: bool
+    rounded: bool = False
+    factor: Literal["value", "device"] = "value"
+
+    def operands(self) -> tuple[Operand, ...]:
+        out = [Operand("x", "row")]
+        if self.residual:
+            out.append(Operand("residual", "row"))
+        if self.gate:
+            out.append(Operand("gate", "vec"))
+        if self.gate_bias:
+            out.append(Operand("gate_bias", "vec"))
+        if self.factor == "device":
+            out.append(Operand("input_factor", "scalar"))
+        return (*out, Operand("residual_out", "row", "out", like="residual" if self.residual else "x"))
+
+    def scalars(self) -> tuple[str, ...]:
+        return ("input_factor_value",) if self.factor == "value" else ()
+
+
+@dataclass(frozen=True)
+class LoadGained(Stage):
+    """h = mul(f(x), add(w, center)), w = gain: the weight is part of what is normalised."""
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("x", "row"), Operand("gain", "vec"))
+
+    def scalars(self) -> tuple[str, ...]:
+        return ("center",)
+
+
+@dataclass(frozen=True)
+class LoadGated(Stage):
+    """h = mul(f(x), act(gate)), act one of `ACTIVATIONS`."""
+
+    activation: Activation
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("x", "row"), Operand("gate", "row"))
 
 
 # ------------------------------------------------------------------ 2. statistics: n, fp32
@@ -108,16 +167,58 @@ EXP2 = tuple(
 )
 LOG2E = (float.fromhex("0x1.715476p+0"), float.fromhex("0x1.4ae0cp-26"))
 EXP_FROM, EXP_TO = -87.0, 88.5
+# log(2) in two parts.
+LN2 = (float.fromhex("0x1.62e43p-1"), float.fromhex("-0x1.05c61p-29"))
 
 
 @dataclass(frozen=True)
 class Silu(Stage):
-    """y = div(y, add(1, exp(-y))), by the same operations, so with the same bits, on every route.
+    """y = div(y, add(1, exp(-y))), within 4 ulp for |y| <= 80, and the same bits on one route and architecture.
 
+    -0 stays, an infinity is itself or, below zero, NaN, and what is far below zero is -0. On the CPU, and in the model,
     exp(t): infinite for t > 88.5; else, with t = max(t, -87): c = 1.5 * 2^23; k = fma(t, LOG2E[0], c); n = sub(k, c);
     f = fma(t, LOG2E[0], -n); f = fma(t, LOG2E[1], f); p = EXP2[5]; p = fma(p, f, EXP2[i]) for i = 4 ... 0;
-    p = fma(p, f, 1); exp = mul(p, 2^n), exact. NaN stays. Within 1.2 ulp.
+    p = fma(p, f, 1); exp = mul(p, 2^n), exact; within 1.2 ulp.
+    On GPUs, by their approximations of 2^x and 1/x: k = mul(y, -LOG2E[0]); v = fma(k, -LN2[1], fma(k, -LN2[0], -y));
+    e = 2^k; w = mul(e, v); d = add(e, 1); q = mul(y, 1/d); y = fma(-fma(w, q, fma(d, q, -y)), 1/d, q).
     """
+
+
+@dataclass(frozen=True)
+class Gate(Stage):
+    """y = mul(y, act(gate))."""
+
+    activation: Activation
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("gate", "row"),)
+
+
+@dataclass(frozen=True)
+class ScaleShift(Stage):
+    """y = fma(n, add(1, s), t): s = mod_scale or add(mod_scale, mod_scale_bias), t likewise of shift."""
+
+    scale_bias: bool
+    shift_bias: bool
+
+    def operands(self) -> tuple[Operand, ...]:
+        names = ["mod_scale", *(["mod_scale_bias"] if self.scale_bias else [])]
+        names += ["shift", *(["shift_bias"] if self.shift_bias else [])]
+        return tuple(Operand(name, "vec") for name in names)
+
+
+@dataclass(frozen=True)
+class MixResidual(Stage):
+    """y = fma(beta, n, mul(alpha, residual)); `alpha` says whether that is a vector or comes with the launch."""
+
+    alpha: Literal["vec", "value"]
+
+    def operands(self) -> tuple[Operand, ...]:
+        vecs = [Operand("alpha", "vec")] if self.alpha == "vec" else []
+        return (*vecs, Operand("beta", "vec"), Operand("residual", "row"))
+
+    def scalars(self) -> tuple[str, ...]:
+        return ("alpha_value",) if self.alpha == "value" else ()
 
 
 # ------------------------------------------------------------------ saved for a backward, or for the caller

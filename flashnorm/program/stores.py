@@ -10,12 +10,28 @@ from flashnorm.program.operand import FP4, FP8, TILE_COLUMNS, TILE_ROWS, UE8M0, 
 
 @dataclass(frozen=True)
 class Cast(Stage):
-    """One rounding to the destination's dtype."""
+    """One rounding to the destination's dtype, which is that of the operand `like`."""
 
     dst: str = "out"
+    like: str = "x"
 
     def operands(self) -> tuple[Operand, ...]:
-        return (Operand(self.dst, "row", "out", like="x"),)
+        return (Operand(self.dst, "row", "out", like=self.like),)
+
+
+@dataclass(frozen=True)
+class NextNorm(Stage):
+    """y is stored, and normalised once more: z = mul(mul(r, rstd2), add(next_weight, next_center)), one rounding.
+
+    r = y as it is stored in `residual_out`, widened again; rstd2 = div(1, sqrt(add(div(sum(r*r), H), next_eps))).
+    """
+
+    def operands(self) -> tuple[Operand, ...]:
+        stored = Operand("residual_out", "row", "out", like="residual")
+        return (stored, Operand("next_weight", "vec"), Operand("ffn_input", "row", "out", like="x"))
+
+    def scalars(self) -> tuple[str, ...]:
+        return ("next_eps", "next_center")
 
 
 @dataclass(frozen=True)

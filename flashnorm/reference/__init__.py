@@ -26,6 +26,17 @@ canonical sum and are not bit-equal to this one.
 The functions trace under `torch.compile(fullgraph=True)` and on fake tensors: no value decides control flow.
 """
 
+from flashnorm.reference.dit import (
+    fused_dit_gate_residual_layernorm_gamma_beta,
+    fused_dit_gate_residual_layernorm_scale_shift,
+    fused_dit_residual_layernorm_scale_shift,
+)
+from flashnorm.reference.gated import (
+    gated_residual_next_rmsnorm,
+    gated_residual_rmsnorm,
+    rmsnorm_gate,
+    rmsnorm_sigmoid_gate,
+)
 from flashnorm.reference.layer import add_layernorm, fused_add_layernorm, layernorm, layernorm_quant
 from flashnorm.reference.rms import (
     add_rmsnorm,
@@ -65,14 +76,21 @@ __all__ = [
     "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_mxfp8_quant",
     "fused_add_rmsnorm_quant",
+    "fused_dit_gate_residual_layernorm_gamma_beta",
+    "fused_dit_gate_residual_layernorm_scale_shift",
+    "fused_dit_residual_layernorm_scale_shift",
     "fused_rmsnorm_silu",
     "fused_rmsnorm_silu_fp4",
     "fused_rmsnorm_silu_quant",
+    "gated_residual_next_rmsnorm",
+    "gated_residual_rmsnorm",
     "layernorm",
     "layernorm_quant",
     "rmsnorm",
     "rmsnorm_dynamic_quant",
     "rmsnorm_fp4quant",
+    "rmsnorm_gate",
     "rmsnorm_mxfp8_quant",
     "rmsnorm_quant",
+    "rmsnorm_sigmoid_gate",
 ]

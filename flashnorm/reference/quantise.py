@@ -50,7 +50,7 @@ def _pairs(nibbles: Tensor) -> Tensor:
 
 def by_tensor(y: Tensor, scale: Tensor | None, scale_value: float, dtype: torch.dtype) -> Tensor:
     """Codes of y / scale, the scale a tensor of one element or else a number."""
-    return codes(y * (1.0 / _one(scale, scale_value, y)), dtype)
+    return codes(y * (1.0 / number(scale, scale_value, y)), dtype)
 
 
 def by_blocks(
@@ -89,7 +89,7 @@ def by_blocks(
     rows = F.pad(y.reshape(-1, hidden), (0, -hidden % block)).unflatten(-1, (-1, block))
     largest = torch.full_like(rows[..., :1], LARGEST[dtype])  # a tensor: PyTorch may multiply by a number's inverse
     found = rows.abs().amax(-1, keepdim=True)
-    amax = torch.minimum(found.clamp(floor, FLT_MAX), _one(cap, cap_value, y))
+    amax = torch.minimum(found.clamp(floor, FLT_MAX), number(cap, cap_value, y))
     scale = amax / largest
     kept = scale
     if scale_format != "fp32":
@@ -117,7 +117,7 @@ def nvfp4(y: Tensor, block: int, gain: Tensor | None = None, gain_value: float =
     """
     blocks = y.reshape(-1, y.shape[-1]).unflatten(-1, (-1, block))
     found = blocks.abs().amax(-1, keepdim=True)
-    gain = _one(gain, gain_value, y)
+    gain = number(gain, gain_value, y)
     six = torch.full_like(found, LARGEST[E2M1])  # a tensor: PyTorch may multiply by a number's inverse
     kept = codes((gain * (found.clamp(max=FLT_MAX) / six)).clamp(max=LARGEST[E4M3]), E4M3)
     scale = kept.float()
@@ -142,7 +142,7 @@ def in_tiles(scales: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------ numbers and powers of two
-def _one(tensor: Tensor | None, value: float, like: Tensor) -> Tensor:
+def number(tensor: Tensor | None, value: float, like: Tensor) -> Tensor:
     """A run-time number, fp32, without dimensions, on the device: given there, or from the host."""
     if tensor is not None:
         return tensor.float().reshape(())

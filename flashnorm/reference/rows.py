@@ -40,9 +40,20 @@ def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
 
 def add(x: Tensor, residual: Tensor, numerics: str) -> tuple[Tensor, Tensor]:
     """(x + residual as it is stored, in the residual's dtype; the sum that is normalised, fp32)."""
-    total = x.float() + residual.float()
-    stored = total.to(residual.dtype)
-    return stored, stored.float() if _ROUNDS_RESIDUAL[numerics] else total
+    return store(x.float() + residual.float(), residual.dtype, numerics)
+
+
+def store(h: Tensor, dtype: torch.dtype, numerics: str) -> tuple[Tensor, Tensor]:
+    """(h as it is stored, in `dtype`; h that is normalised, fp32)."""
+    stored = h.to(dtype)
+    return stored, stored.float() if _ROUNDS_RESIDUAL[numerics] else h
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of fp32 tensors in one rounding (twice in 2^29): by way of fp64, where the device has that."""
+    if c.device.type == "mps":
+        return a * b + c
+    return (a.double() * b.double() + c.double()).float()
 
 
 def rounding(*tensors: Tensor | None) -> torch.dtype:

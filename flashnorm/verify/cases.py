@@ -24,7 +24,7 @@ class Case:
         x, weight, residual: dtypes; of an int8 input, x is the result's.
         numerics: the mode, where the operator has any.
         extras: whether optional outputs are asked for, and numbers given where they may be left out; on a GPU, numbers
-            are tensors then.
+            are tensors then, and wherever a tensor is a vector.
         codes: the dtype of quantised results.
         without: optional inputs that are left out.
         options: (name, value) of the operator's other options, where it is not the first value.
@@ -55,6 +55,11 @@ FP4_CHOICES = (
     replace(USUAL, options=(("block_size", "32"), ("scale_format", "e4m3"))),
 )
 MX_CHOICES = (replace(USUAL, options=(("scale_rule", "ocp"),)),)
+GATE_CHOICES = (
+    replace(USUAL, options=(("activation", "silu"),)),
+    replace(USUAL, options=(("norm_before_gate", "no"),)),
+    replace(USUAL, options=(("activation", "silu"), ("norm_before_gate", "no"))),
+)
 # (M, H): every fold of the sum from one group up, odd widths, and past 8192, where lanes take several groups.
 QUICK_SHAPES = ((33, 1024), (5, 1000), (2, 8200))
 SHAPES = ((33, 4096), (5, 1000), (3, 16392), (4, 77), (17, 7168), (129, 128), (7, 1), (2, 65537))
@@ -131,6 +136,10 @@ def _all_cases(op: Op) -> Iterator[Case]:
     yield replace(MIXED, codes=_codes(op)[-1]) if quantised(op) else MIXED
     yield from (replace(USUAL, numerics=mode) for mode in MODES[1:])
     yield from FP4_CHOICES if "block_size" in op.options else MX_CHOICES if "scale_rule" in op.options else CHOICES
+    yield from GATE_CHOICES
+    fewer = tuple(name for name in op.optional if name in ("residual", "gain") or name.endswith("_bias"))
+    if fewer:
+        yield replace(USUAL, without=fewer)
 
 
 def quantised(op: Op) -> bool:
@@ -167,18 +176,18 @@ def present(op: Op, case: Case, device: torch.device) -> frozenset[str]:
     """Names of the operands that are tensors in a call: every input, optional outputs where the case asks for them."""
     names = {o.name for o in op.operands}
     possible = {o.name for o in op.program(frozenset(names), meant(op, case)).operands()}
-    as_tensors = case.extras and device.type == "cuda"
-    extra = {o.name for o in op.operands if o.mode == "out" and o.name in op.optional}
-    left_out = {*case.without, *(() if case.extras else extra), *(() if as_tensors else op.by_value)}
+    tensors = {name for name in op.by_value if device.type == "cuda" or op.operands[op.index(name)].kind == "vec"}
+    extra = {o.name for o in op.operands if o.mode == "out" and o.name in op.optional} | tensors
+    left_out = {*case.without, *(() if case.extras else extra), *(op.by_value.keys() - tensors)}
     return frozenset(possible - left_out)
 
 
 def dtype_of(operand: Operand, case: Case) -> torch.dtype:
     """The dtype of an operand of the case's program."""
     if operand.dtypes == FLOATS:
-        return {"weight": case.weight, "bias": case.weight, "residual": case.residual, "h": case.residual}.get(
-            operand.name, case.x
-        )
+        if operand.name == "residual" or operand.like == "residual":
+            return case.residual
+        return case.weight if operand.kind == "vec" else case.x
     codes = str(case.codes).removeprefix("torch.")
     name = codes if codes in operand.dtypes else operand.dtypes[0]
     dtype: torch.dtype = getattr(torch, name)
@@ -189,7 +198,8 @@ def label(op: Op, case: Case, device: torch.device) -> str:
     """A case's dtypes, and what else sets it apart, in few words."""
     operands = program_of(op, case, device).operands()
     dtypes = {o.name: str(dtype_of(o, case)).removeprefix("torch.") for o in operands}
-    inputs = dict.fromkeys(dtypes[name] for name in ("x", "weight", "residual") if name in dtypes)
+    vectors = [o.name for o in operands if o.kind == "vec"]
+    inputs = dict.fromkeys(dtypes[name] for name in ("x", *vectors, "residual") if name in dtypes)
     words = ["/".join(inputs)]
     if quantised(op):
         words.append(f"-> {dtypes['out'].removeprefix('float8_').removeprefix('float4_').removesuffix('fn_x2')}")

@@ -13,7 +13,22 @@ import flashnorm
 from flashnorm import timing
 from flashnorm.core.dispatch import backend
 from flashnorm.core.op import Op
-from flashnorm.program import Affine, BlockScales, MeanVar, QuantBlocks, QuantNvfp4, QuantTensor, Silu
+from flashnorm.program import (
+    Affine,
+    BlockScales,
+    Gate,
+    GateResidual,
+    LoadGained,
+    LoadGated,
+    MeanVar,
+    MixResidual,
+    NextNorm,
+    QuantBlocks,
+    QuantNvfp4,
+    QuantTensor,
+    ScaleShift,
+    Silu,
+)
 from flashnorm.verify.cases import USUAL, Case, options_of
 from flashnorm.verify.problem import NUMBERS, Problem, make_problem
 
@@ -33,9 +48,28 @@ def rivals(
     numbers = {name: number for name, number in problem.numbers.items() if number is not None}
     arguments = {op.label(o): {**given, **numbers}[o.name] for o in op.operands if o.name in {**given, **numbers}}
     options = options_of(op, case)
+    options |= {op.labels.get(s, s): NUMBERS[s] for s in problem.program.scalars() if s in ("center", "next_center")}
     store = problem.program.store
+    if isinstance(problem.program.load, GateResidual):
+        return lambda: function(**_batched(op, problem, arguments), **options), lambda: _eager(problem, given)
     options |= _LAYOUTS.get(store.layout, {}) if isinstance(store, BlockScales) else {}
     return lambda: function(**arguments, **options), lambda: _eager(problem, given)
+
+
+def _batched(op: Op, problem: Problem, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as one batch of rows, codes in int32."""
+    operands, store = {op.label(o): o for o in op.operands}, problem.program.store
+    found: dict[str, Any] = {}
+    for name, value in arguments.items():
+        kind = operands[name].kind
+        if isinstance(store, BlockScales) and kind == "swizzled":
+            found[name] = value.view(1, -1, store.columns(problem.hidden, kind) // 4, 32, 4, 4)
+        else:
+            found[name] = value.unsqueeze(0) if kind in ("row", "pairs") else value
+    if isinstance(store, BlockScales):
+        found["norm_out"] = found["norm_out"].view(torch.int32)
+        found["use_nvfp4" if isinstance(store, QuantNvfp4) else "use_mxfp8"] = True
+    return found
 
 
 def _eager(problem: Problem, given: dict[str, Tensor]) -> Any:
@@ -47,7 +81,16 @@ def _eager(problem: Problem, given: dict[str, Tensor]) -> Any:
         scale = given["input_scale"]
         scale = scale[given["row_index"]] if "row_index" in given else scale
         x = (x.float() * scale[:, None]).to(problem.case.x)
-    h = x + given["residual"] if "residual" in given else x
+    load, numbers = program.load, problem.scalars()
+    if isinstance(load, GateResidual):
+        x = x * numbers["input_factor_value"]
+        x = x * (given["gate"] + given.get("gate_bias", 0)) if load.gate else x
+    if isinstance(load, LoadGained):
+        x = x * (given["gain"] + numbers["center"])
+    if isinstance(load, LoadGated):
+        x = x * _act(given["gate"], load.activation)
+    mixed = next((stage for stage in program.maps if isinstance(stage, MixResidual)), None)
+    h = x + given["residual"] if "residual" in given and mixed is None else x
     weight, bias = given.get("weight"), given.get("bias")
     offset = sum(stage.offset for stage in program.maps if isinstance(stage, Affine))
     weight = weight + offset if weight is not None and offset else weight
@@ -57,8 +100,20 @@ def _eager(problem: Problem, given: dict[str, Tensor]) -> Any:
     else:
         y = F.rms_norm(h, shape, weight, eps)
     store = program.store
-    if any(isinstance(stage, Silu) for stage in program.maps):
-        y = F.silu(y)
+    for stage in program.maps:
+        if isinstance(stage, Silu):
+            y = F.silu(y)
+        if isinstance(stage, Gate):
+            y = y * _act(given["gate"], stage.activation)
+        if isinstance(stage, ScaleShift):
+            slope, shift = (given[n] + given.get(f"{n}_bias", 0) for n in ("mod_scale", "shift"))
+            y = y * (1 + slope) + shift
+    if mixed is not None:
+        kept = given["residual"] * (given["alpha"] if mixed.alpha == "vec" else numbers["alpha_value"])
+        y = kept + given["beta"] * y
+    if isinstance(store, NextNorm):
+        weight = given["next_weight"] + numbers["next_center"]
+        return F.rms_norm(y, shape, weight, numbers["next_eps"]), y
     if isinstance(store, QuantNvfp4):
         parts, gain = y.float().unflatten(-1, (-1, store.block)), problem.scalars().get("global_scale_value", 1.0)
         scale = _codes(parts.abs().amax(-1, keepdim=True) * (gain / _E2M1), torch.float8_e4m3fn)
@@ -76,6 +131,10 @@ def _eager(problem: Problem, given: dict[str, Tensor]) -> Any:
         scale = parts.abs().amax(-1, keepdim=True).clamp(min=store.floor) / _LARGEST[given["out"].dtype]
         return _codes(parts / scale, given["out"].dtype), scale
     return y
+
+
+def _act(gate: Tensor, name: str) -> Tensor:
+    return F.silu(gate) if name == "silu" else torch.sigmoid(gate)
 
 
 def _codes(values: Tensor, dtype: torch.dtype) -> Tensor:

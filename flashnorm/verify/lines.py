@@ -12,9 +12,9 @@ from flashnorm.core import device as devices
 from flashnorm.core import plan
 from flashnorm.core.dispatch import backend
 from flashnorm.core.op import Op
-from flashnorm.model import canonical, exact, same_bits, steps
+from flashnorm.model import agree, canonical, exact, same_bits, steps
 from flashnorm.model.formats import LARGEST
-from flashnorm.program import SCALES, Affine, MeanVar, Operand, rounding
+from flashnorm.program import SCALES, Affine, MeanVar, MixResidual, Operand, rounding
 from flashnorm.verify import problem as problems
 from flashnorm.verify.cases import FP32, Case, label
 from flashnorm.verify.problem import Problem, make_problem
@@ -35,8 +35,9 @@ class Line:
         max_steps: against fp64, in steps of each output's dtype, over all shapes; scales in fp32 are left out.
         equal: the share of equal elements, of the output with the least; None where all outputs are fp32: two orders
             of an fp32 sum round half of the results differently, and that share says nothing.
-        bits: equal to the model of the arithmetic; None on the torch route, which promises none.
-        like_cpu: GPU routes: equal to the cpu route, None where there is none to compare with.
+        bits: equal to the model of the arithmetic, or as near as `model.agree` asks of GPUs' exponentials; None on the
+            torch route, which promises none.
+        like_cpu: GPU routes: the same of the cpu route, None where there is none to compare with.
         repeats, chunks: run after run, and for any chunking of the rows.
         speed: time of eager PyTorch / time of this route; above 1 is faster.
         failures: what broke a promise, in words.
@@ -96,11 +97,11 @@ def verify_line(
             _judge(line, problem, name, got[name], wanted, where, equal)
         if route == "torch":
             continue
-        kept = same_bits(got, canonical(problem.program, given, scalars))
+        kept = _right(problem, got, canonical(problem.program, given, scalars), device)
         line.found("bits", kept, f"{where}: bits differ from the specified arithmetic")
         if device.type == "cuda" and serves(op, "cpu", CPU) is None:
             with backend("cpu"):
-                kept = same_bits(got, problems.call(problem, CPU))
+                kept = _right(problem, got, problems.call(problem, CPU), device)
             line.found("like_cpu", kept, f"{where}: bits differ from the cpu route")
     for name, (same, elements) in equal.items():
         share = same / elements
@@ -108,6 +109,11 @@ def verify_line(
         if elements >= MIN_ELEMENTS and share < MIN_EQUAL:
             line.failures.append(f"only {share:.4%} of {name} are equal to the rounded formula")
     return line
+
+
+def _right(problem: Problem, got: dict[str, Tensor], wanted: dict[str, Tensor], device: torch.device) -> bool:
+    """Whether a device wrote what it should: the bits, or, of an exponential on a GPU, what is near enough."""
+    return agree(problem.program, got, wanted) if device.type == "cuda" else same_bits(got, wanted)
 
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -154,9 +160,9 @@ def _judge(
         # Rounded norms and their scales have few bits, so that a quotient may lie half-way between two codes exactly.
         # Both are right: which one it is depends on the last bit of 1 / scale.
         apart = torch.stack([apart, *(steps(got, wanted * (1 + s)) for s in (HALF_WAY, -HALF_WAY))]).amin(0)
-    if got.element_size() == 2 and _differences(problem):
+    if got.element_size() == 2 and (isinstance(problem.program.stats, MeanVar) or _mixed(problem, name)):
         # Where the result is a difference of larger numbers, what they lost may be more than a step of it.
-        lost = FP32_OF_ROW * _largest(problem, wanted)
+        lost = FP32_OF_ROW * _largest(problem, name, wanted)
         apart = torch.where((got.double() - wanted).abs() <= lost, 0, apart)
     twice = any(isinstance(stage, Affine) and stage.round_norm for stage in problem.program.maps)
     allowed = 2 if twice and got.element_size() == 2 else 1
@@ -173,16 +179,25 @@ def _fp32_bound(problem: Problem, operand: Operand, wanted: Tensor) -> Tensor:
         dtypes = tuple(str(problem.given[o.name].dtype).removeprefix("torch.") for o in problem.program.operands())
         kind = getattr(torch, rounding(problem.program, dtypes))
         return max(torch.finfo(kind).eps, FP32_RELATIVE) * wanted.abs()
-    largest = _largest(problem, wanted) if wanted.ndim > 1 else torch.zeros_like(wanted)
+    largest = _largest(problem, operand.name, wanted) if wanted.ndim > 1 else torch.zeros_like(wanted)
     return FP32_RELATIVE * wanted.abs() + FP32_OF_ROW * largest
 
 
-def _differences(problem: Problem) -> bool:
-    return isinstance(problem.program.stats, MeanVar)
+def _mixed(problem: Problem, name: str) -> bool:
+    """Whether a residual was added to an output last."""
+    return name != "ffn_input" and any(isinstance(stage, MixResidual) for stage in problem.program.maps)
 
 
-def _largest(problem: Problem, wanted: Tensor) -> Tensor:
-    """The largest magnitude of a row, or of the bias that went into it."""
-    largest = wanted.abs().nan_to_num(0.0, posinf=0.0).amax(-1, keepdim=True)
-    bias = problem.given.get("bias")
-    return largest if bias is None else largest.clamp(min=float(bias.abs().max()))
+def _largest(problem: Problem, name: str, wanted: Tensor) -> Tensor:
+    """The largest magnitude of a row, or of what was added in it."""
+    largest = _of_rows(wanted)
+    for added in ("bias", "shift", "shift_bias"):
+        if added in problem.given:
+            largest = largest.clamp(min=float(problem.given[added].abs().max()))
+    if _mixed(problem, name):
+        largest = torch.maximum(largest, _of_rows(problem.given["residual"].double().to(wanted.device)))
+    return largest
+
+
+def _of_rows(t: Tensor) -> Tensor:
+    return t.abs().nan_to_num(0.0, posinf=0.0).amax(-1, keepdim=True)

@@ -15,6 +15,7 @@ from flashnorm.program import SCALES, TILE_ROWS, BlockScales, MeanVar, Operand, 
 from flashnorm.verify.cases import Case, dtype_of, options_of, program_of, width
 
 NUMBERS = {"eps": 1e-6, "scale_value": 0.0123, "scale_ub_value": 2.0, "global_scale_value": 61.3}
+NUMBERS |= {"next_eps": 1e-5, "center": 1.0, "next_center": 0.5, "alpha_value": 0.75, "input_factor_value": 0.6}
 SPARE = 3  # rows of a pool that are more than the rows of the grid
 _POISON = {torch.uint8: 0x7F, torch.int8: 0x7F, torch.int32: 0x7F7F7F7F}
 
@@ -41,7 +42,7 @@ class Problem:
 
     def scalars(self) -> dict[str, float]:
         """Run-time values, as a kernel gets them."""
-        found = {"eps": NUMBERS["eps"]}
+        found = {name: NUMBERS[name] for name in self.op.scalars}
         for name, (scalar, default) in self.op.by_value.items():
             number = self.numbers.get(name)
             found[scalar] = number if number is not None else default or 1.0
@@ -159,6 +160,8 @@ def _values(
         return index.to(dtype)
     if operand.kind in ("per_row", "per_pool"):
         return uniform(pool if operand.kind == "per_pool" else rows) + 0.5
+    if operand.name == "gate":  # a row of them: as far as the exponential's accuracy is promised
+        return (uniform(rows, hidden) * 40 - 20).to(dtype)
     count = pool if operand.kind == "pool" else rows
     if dtype == torch.int8:
         values = torch.randint(-128, 128, (count, hidden), generator=generator).to(dtype)

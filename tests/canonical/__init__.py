@@ -5,9 +5,10 @@ step is one fp32 operation that is correctly rounded by construction. `test_harn
 exact fractions.
 
 `arithmetic` has the fp32 operations, the canonical sum and SiLU, `codes` the formats of 8 and 4 bits, `norms` the
-operators up to their stores, `quantise` the stores that make codes.
+operators up to their stores, `quantise` the stores that make codes, `gates` the operators with gates.
 """
 
+from tests.canonical import gates
 from tests.canonical.arithmetic import F32, canonical_sum, exp, fma, narrow, silu, widen
 from tests.canonical.norms import (
     Bits,
@@ -30,6 +31,7 @@ __all__ = [
     "cast_bits",
     "exp",
     "fma",
+    "gates",
     "narrow",
     "norm",
     "nvfp4_bits",

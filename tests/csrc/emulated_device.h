@@ -185,6 +185,7 @@ inline void start_copy(uint4* to, const uint4* from) { *to = *from; }
 inline void start_copy(uint2* to, const uint2* from) { *to = *from; }
 inline void await_copies() {}
 
+inline void sync_warp() { shuffle(0.0f, 0); }
 inline void sync_cta() { emulation::wait(emulation::self->cta->barrier, emulation::cluster->threads); }
 template <int kSums>
 Slots<kSums>& shared_slots() {

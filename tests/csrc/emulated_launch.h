@@ -19,11 +19,9 @@ inline Forced forced;
 
 template <class Program>
 void launch_rows(const Program& program, const Operands& operands, bool) {
-  using Kept = typename LocatedOf<Program>::Kept;
   Plan plan = forced.plan;
   if (plan.threads == 0) {
-    plan = pick(forced.device, operands.grid_rows(), operands.hidden_size(), operands.width(), int(sizeof(Kept)),
-                is_heavy<Program>(), is_layered<Program>());
+    plan = pick<Program>(forced.device, operands.grid_rows(), operands.hidden_size(), operands.width());
   }
   const RowLaunch<Program> launch = row_launch(program, operands, plan, forced.device);
   for (int64_t cta = 0; cta < launch.ctas; cta += plan.cluster) {

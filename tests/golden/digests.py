@@ -13,8 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests import gatecombos
 from tests.canonical import Bits, narrow
 from tests.combos import COMBOS, DTYPES, RMSNORMS, Combo, some_hidden
+from tests.gatecombos import GateCombo
+from tests.gatekit import GateProblem
 from tests.problem import Problem
 from tests.tolerance import bits_of
 
@@ -22,8 +25,10 @@ FOLDER = Path(__file__).parent
 POOL = 5  # rows that an index picks from
 
 
-def family(combo: Combo) -> str:
+def family(combo: Combo | GateCombo) -> str:
     """The file that holds a combination."""
+    if isinstance(combo, GateCombo):
+        return "gates"
     if combo in RMSNORMS:
         return "rmsnorm"
     if combo.once:
@@ -94,16 +99,30 @@ def golden_problem(combo: Combo, shape: tuple[int, int], device: torch.device | 
     )
 
 
-def golden_problems() -> list[Problem]:
-    return [golden_problem(combo, shape, "cpu") for combo in COMBOS for shape in golden_shapes(combo)]
+def gate_problem(combo: GateCombo, device: torch.device | str) -> GateProblem:
+    """Of an operator with gates: 1000 to 4096 wide by turns, one of them streamed."""
+    turn = gatecombos.COMBOS.index(combo)
+    shape = gatecombos.of_shape(combo, *((6, 1000), (4, 4096), (2, 2000), (1, 24576))[turn % 4])
+    like = GateProblem(combo, shape)
+    values = {name: golden_values(tuple(t.shape), t.dtype, 10 + i) for i, (name, t) in enumerate(like.tensors.items())}
+    return GateProblem(combo, shape, device, eps=1e-5, given=values)
+
+
+def golden_problems() -> list[Problem | GateProblem]:
+    found: list[Problem | GateProblem] = []
+    found += [golden_problem(combo, shape, "cpu") for combo in COMBOS for shape in golden_shapes(combo)]
+    return found + [gate_problem(combo, "cpu") for combo in gatecombos.COMBOS]
 
 
 def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(bits_of(tensor).numpy().tobytes()).hexdigest()
 
 
-def golden_digests(got: Bits, combo: Combo) -> dict[str, str]:
+def golden_digests(got: Bits | dict[str, torch.Tensor], combo: Combo | GateCombo) -> dict[str, str]:
     """A digest of everything that a call of the combination leaves."""
+    if isinstance(got, dict):
+        return {name: digest(tensor) for name, tensor in got.items()}
+    assert isinstance(combo, Combo)
     there = {"out": True, "residual": combo.residual is not None, "rstd": combo.rstd}
     there |= {"scale": combo.makes_scales, "normed_out": combo.side}
     found = {}

@@ -60,9 +60,11 @@ class RowSums {
   template <class Access>
   FN_HOST_DEVICE void fetch(float (&h)[kStep], const At<Access>& at, int count) const {
     typename Load::template Raw<kStep> raw;
+    typename VecsOf<Load>::template Vecs<kStep> vecs;
     load_.fetch(raw, at);
+    fetch_vecs<Load, kStep>(load_, vecs, at);
     Pack<typename Load::Kept, kStep> kept;
-    load_.keep(kept, raw, count);
+    keep(load_, kept, raw, vecs, count);
     widen(h, kept);
   }
 
@@ -103,7 +105,9 @@ class RowResults {
   // `ahead(at)` is called before the elements of every whole step are loaded.
   template <class OutAccess, class Ahead>
   FN_HOST_DEVICE void put(typename Store::Given given, const Ahead& ahead) const {
-    if constexpr (Store::kBlock == kNoBlock) {
+    if constexpr (AgainOf<Store>::kThere) {
+      put_again<OutAccess>(ahead);
+    } else if constexpr (Store::kBlock == kNoBlock) {
       put_with<OutAccess>(program_.store.scale(given), ahead);
     } else if constexpr (Store::kBlock == kWholeRow) {
       Amax amax;
@@ -149,15 +153,60 @@ class RowResults {
   template <bool kSave, class Access>
   FN_HOST_DEVICE void compute(float (&y)[kStep], const At<Access>& at) const {
     typename Load::template Raw<kStep> raw;
+    typename VecsOf<Load>::template Vecs<kStep> vecs;
     typename Maps::template Raw<kStep> map_raw;
+    typename Maps::template Rows<kStep> map_rows;
     load_.fetch(raw, at);
+    fetch_vecs<Load, kStep>(load_, vecs, at);
     program_.maps.fetch(map_raw, at);
+    program_.maps.fetch_rows(map_rows, at);
     Pack<typename Load::Kept, kStep> kept;
-    load_.keep(kept, raw, count_of<kStep>(at.access));
+    keep(load_, kept, raw, vecs, count_of<kStep>(at.access));
     if (kSave) load_.save(kept, at);
     widen(y, kept);
     program_.stats.normalize(y, state_);
-    program_.maps.apply(y, map_raw);
+    program_.maps.apply(y, map_raw, map_rows);
+  }
+
+  // The row as the store has it again, for its statistics: a step is stored as soon as it is made, and read again in
+  // the last pass, from a cache.
+  struct Again {
+    const RowResults& results;
+
+    FN_HOST_DEVICE int hidden_size() const { return results.hidden_size_; }
+    FN_HOST_DEVICE float sum_squares() const { return canonical_sum<Squares>(*this, results.hidden_size_); }
+    FN_HOST_DEVICE void whole(float (&r)[kStep], int col) const {
+      results.renew(r, At<Whole>{results.row_, col, {}});
+    }
+    FN_HOST_DEVICE void part(float (&r)[kStep], int col, int count) const {
+      results.renew(r, At<Ragged>{results.row_, col, {count}});
+    }
+  };
+
+  template <class Access>
+  FN_HOST_DEVICE void renew(float (&r)[kStep], const At<Access>& at) const {
+    Pack<typename AgainOf<Store>::Type, kStep> again;
+    compute<true>(r, at);
+    clear_missing(r, count_of<kStep>(at.access));
+    narrow(again, r);
+    program_.store.put_again(again, at);
+    widen(r, again);
+  }
+
+  template <class OutAccess, class Ahead>
+  FN_HOST_DEVICE void put_again(const Ahead& ahead) const {
+    const Again sums{*this};
+    const auto state = program_.store.stats().compute(sums);
+    steps(row_, 0, hidden_size_, [&](const auto& at) FN_INLINE {
+      ahead(at);
+      Pack<typename AgainOf<Store>::Type, kStep> again;
+      typename Store::template Raw<kStep> raw;
+      float r[kStep];
+      program_.store.fetch_again(again, at);
+      program_.store.fetch(raw, at);
+      widen(r, again);
+      program_.store.put(r, raw, state, out_of<OutAccess>(at));
+    });
   }
 
   template <class OutAccess, class Ahead>

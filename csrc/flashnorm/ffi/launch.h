@@ -81,7 +81,7 @@ inline void force_plan(int threads, int rows, int cluster, int lanes, int groups
 }
 
 // threads, cluster, lanes, groups, whether it is for rows that are not whole aligned groups, and which programs have it
-// (0: all, 1: heavy ones, 2: those of several sums), of every tile.
+// (0: all but large ones, 1: heavy ones, 2: those of several sums, 3: large ones, 4: modulated ones), of every tile.
 inline std::string tiles() {
   std::string text;
   const auto describe = [&](auto tile, int programs) {
@@ -92,13 +92,14 @@ inline std::string tiles() {
   for_each_tile([&](auto tile) { describe(tile, 0); }, Tiles{});
   for_each_tile([&](auto tile) { describe(tile, 1); }, HeavyTiles{});
   for_each_tile([&](auto tile) { describe(tile, 2); }, LayerTiles{});
+  for_each_tile([&](auto tile) { describe(tile, 3); }, LargeTiles{});
+  for_each_tile([&](auto tile) { describe(tile, 4); }, ModulatedTiles{});
   return text;
 }
 #endif
 
 template <class Program>
 void launch_rows(const Program& program, const Operands& operands, bool enable_pdl) {
-  using Kept = typename LocatedOf<Program>::Kept;
   if (operands.device().device_type != kDLCUDA) TVM_FFI_THROW(ValueError) << "the tensors are not on a CUDA device";
   const int64_t rows = operands.grid_rows();
   if (rows == 0) return;
@@ -106,8 +107,7 @@ void launch_rows(const Program& program, const Operands& operands, bool enable_p
   const DeviceGuard guard(device);
   const DeviceFacts& facts = device_facts<Program>(device);
 
-  Plan plan = pick(facts, rows, operands.hidden_size(), operands.width(), int(sizeof(Kept)), is_heavy<Program>(),
-                   is_layered<Program>());
+  Plan plan = pick<Program>(facts, rows, operands.hidden_size(), operands.width());
 #ifdef FLASHNORM_TUNING
   if (forced_plan().threads > 0) plan = forced_plan();
 #endif

@@ -49,6 +49,25 @@ using Tiles = TileList<
     // streamed, a lane a thread: rows of more than 8192 that registers do not hold
     Tile<1024, 1, 0, 0>, Tile<128, 8, 0, 0>, Tile<1024, 1, 0, 0, Shifted>>;
 
+// The same for programs that read much more than a row and a vector: what they read takes registers, so that no CTA has
+// 1024 threads.
+using LargeTiles = TileList<
+    Tile<0, 1, 1, 1, Whole, true, 1, 512>,  //
+    Tile<32, 1, 2, 1>, Tile<32, 1, 4, 1>, Tile<32, 1, 8, 1>, Tile<256, 1, 2, 1>, Tile<256, 1, 4, 1>, Tile<512, 1, 2, 1>,
+    Tile<512, 1, 2, 2>, Tile<512, 2, 1, 4>, Tile<256, 4, 1, 8, Whole, false>,
+    // rows of any width and alignment
+    Tile<0, 1, 1, 1, Shifted, true, 1, 512>, Tile<256, 1, 2, 1, Shifted>, Tile<512, 1, 2, 1, Shifted>,
+    // streamed
+    Tile<512, 1, 0, 0>, Tile<128, 8, 0, 0>, Tile<512, 1, 0, 0, Shifted>>;
+
+// Further tiles for diffusion transformers, whose rows are gated, summed twice and modulated: instructions are close to
+// the limit (26 an element, 400 a thread and row), so few threads a row, and none that idles at the widths in use.
+using ModulatedTiles = TileList<              //
+    Tile<64, 1, 8, 1, Whole, false, 6>,       // many rows of up to 3072
+    Tile<64, 1, 8, 1, Whole, false>,          // of up to 4096
+    Tile<128, 1, 8, 1, Whole, false, 5>,      // of up to 5120
+    Tile<128, 1, 8, 1, Whole, false>>;        // of up to 8192
+
 // Further tiles for programs of many instructions a byte: 32 elements share a thread's own work.
 using HeavyTiles = TileList<    //
     Tile<64, 1, 4, 1>,          // many rows of up to 2048
@@ -57,7 +76,8 @@ using HeavyTiles = TileList<    //
 // In their place for programs of several sums and two vectors (LayerNorm): few threads, which load the vectors late,
 // leave registers for several rows on a processor.
 using LayerTiles = TileList<            //
-    Tile<0, 1, 4, 1, Whole, false>,     // many rows of up to 256
+    Tile<0, 1, 2, 1, Whole, false>,     // many rows of up to 256
+    Tile<0, 1, 4, 1, Whole, false>,     // and more of them
     Tile<64, 1, 4, 1>,                  // many rows of up to 2048
     Tile<128, 1, 4, 1, Whole, false>,   // of up to 4096
     Tile<128, 1, 8, 1, Whole, false>,   // of up to 8192
@@ -83,11 +103,33 @@ constexpr bool is_layered() {
   return decltype(Program::stats)::kSums > 1 && decltype(Program::store)::kBlock <= kWholeRow;
 }
 
+// Whether a program reads much: more than LayerNorm with a residual, a weight and a bias.
+template <class Program>
+constexpr bool is_large() {
+  using Load = LocatedOf<Program>;
+  using Maps = decltype(Program::maps);
+  constexpr int kVecs = VecsOf<Load>::kThere ? int(sizeof(typename VecsOf<Load>::template Vecs<kGroup>)) : 0;
+  return int(sizeof(typename Load::template Raw<kGroup>)) + kVecs + Maps::raw_bytes() + Maps::row_bytes() > 96;
+}
+
+template <class Load>
+struct IsModulated : std::false_type {};
+template <class... Each>
+struct IsModulated<GateResidual<Each...>> : std::true_type {};
+// Whether it is one of diffusion transformers.
+template <class Program>
+constexpr bool is_modulated() {
+  return IsModulated<decltype(Program::load)>::value;
+}
+
 template <bool kHeavy, bool kLayered>
 using FurtherTiles =
     std::conditional_t<kLayered, LayerTiles, std::conditional_t<kHeavy, HeavyTiles, TileList<>>>;
 template <class Program>
-using TilesOf = decltype(joined(Tiles{}, FurtherTiles<is_heavy<Program>(), is_layered<Program>()>{}));
+using TilesOf = decltype(joined(
+    joined(std::conditional_t<is_large<Program>(), LargeTiles, Tiles>{},
+           FurtherTiles<is_heavy<Program>(), is_layered<Program>()>{}),
+    std::conditional_t<is_modulated<Program>(), ModulatedTiles, TileList<>>{}));
 
 // A thread's part of a row stays in registers up to this many bytes, else in shared memory.
 constexpr int kRegisterBytes = 256;
@@ -143,13 +185,19 @@ inline Plan pick_for_many_heavy(int hidden_size, int size, bool some, bool clust
   return pick_for_many(hidden_size, size, some, clusters);
 }
 
-// The same for programs of several sums.
-inline Plan pick_for_many_layered(int hidden_size, int size, bool some, bool heavy, bool clusters) {
+// The same for programs of several sums; `most` says that there are more rows than run at once.
+inline Plan pick_for_many_layered(int hidden_size, int size, bool some, bool most, bool heavy, bool clusters) {
   const int lanes = lanes_of(hidden_size);
-  // What a thread does for itself (the roots and quotients of a row) is half of all, at a group a thread.
-  if (lanes >= 4 && lanes <= 32) return {lanes / 4, 512 / lanes, 1, 4, 1, false};
-  if (lanes == 512) return {128, 1, 1, 4, 1, false};
-  if (hidden_size > 4096 && hidden_size <= 8192) return {128, 1, 1, 8, 1, false};
+  // What a thread does for itself (the roots and quotients of a row) is half of all, at a group a thread. 32768 x 128
+  // to e4m3: 6.4 us on 8 threads a row, 7.5 on 4; beyond what runs at once fewer are better.
+  if (lanes >= 4 && lanes <= 32) {
+    return most ? Plan{lanes / 4, 512 / lanes, 1, 4, 1, false} : Plan{lanes / 2, 256 / lanes, 1, 2, 1, false};
+  }
+  // Some rows: more threads (1024 x 8192: 13.3 us on 256 threads, 15.8 on 128; 512 x 4096: 4.4 and 4.8).
+  if (lanes == 512) return some ? Plan{256, 1, 1, 2, 1, false} : Plan{128, 1, 1, 4, 1, false};
+  if (lanes == 1024 && hidden_size <= 8192) {
+    return some ? Plan{256, 1, 1, 4, 1, false} : Plan{128, 1, 1, 8, 1, false};
+  }
   if (hidden_size > 8192 && hidden_size <= 16384) return {256, 1, 1, 4, 2, false};
   // 4096 x 32768 to e4m3: 172 us on four CTAs a row, 210 on one, whose vectors (256 KB) no L1 holds.
   if (hidden_size > 16384 && size <= 32768 && clusters) return {128, 1, 4, 2, 4, false};
@@ -157,10 +205,19 @@ inline Plan pick_for_many_layered(int hidden_size, int size, bool some, bool hea
                : pick_for_many(hidden_size, size, some, clusters);
 }
 
-// The plan for rows of `hidden_size` elements. Figures from an H200 (benchmarks/tune_cuda.py), bfloat16, in rows a
-// processor.
-inline Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int width, int kept_bytes, bool heavy,
-                 bool layered) {
+// The same for diffusion transformers. Not measured.
+inline Plan pick_for_many_modulated(int hidden_size, int size, bool some, bool most, bool heavy, bool layered,
+                                    bool clusters) {
+  if (lanes_of(hidden_size) == 512) return {64, 1, 1, 8, 1, false};
+  if (hidden_size > 4096 && hidden_size <= 8192) return {128, 1, 1, 8, 1, false};
+  return layered ? pick_for_many_layered(hidden_size, size, some, most, heavy, clusters)
+                 : pick_for_many_heavy(hidden_size, size, some, clusters);
+}
+
+// The plan for rows of `hidden_size` elements, of which `kept_bytes` each wait between the passes. Figures from an H200
+// (benchmarks/tune_cuda.py), bfloat16, in rows a processor.
+inline Plan pick_any(const DeviceFacts& device, int64_t rows, int hidden_size, int width, int kept_bytes, bool heavy,
+                     bool layered, bool modulated) {
   if (width < kGroup) {
     Plan plan = pick_shifted(hidden_size);
     plan.prefetch = 4 * rows <= 5 * device.processors;
@@ -173,13 +230,32 @@ inline Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int w
     return plan.lanes * plan.groups * kGroup * kept_bytes <= kRegisterBytes;
   };
   const bool some = rows <= 24 * device.processors;
-  Plan plan = rows <= 6 * device.processors ? pick_for_few(hidden_size, clusters, few)
-              : layered                     ? pick_for_many_layered(hidden_size, size, some, heavy, clusters)
-              : heavy                       ? pick_for_many_heavy(hidden_size, size, some, clusters)
-                                            : pick_for_many(hidden_size, size, some, clusters);
+  const bool most = rows > 744 * device.processors;
+  const int most_few = (layered && !modulated ? 2 : 6) * device.processors;
+  Plan plan = rows <= most_few ? pick_for_few(hidden_size, clusters, few)
+              : modulated      ? pick_for_many_modulated(hidden_size, size, some, most, heavy, layered, clusters)
+              : layered        ? pick_for_many_layered(hidden_size, size, some, most, heavy, clusters)
+              : heavy          ? pick_for_many_heavy(hidden_size, size, some, clusters)
+                               : pick_for_many(hidden_size, size, some, clusters);
   if (!fits(plan)) plan = clusters ? Plan{128, 1, 8, 0, 0, false} : Plan{1024, 1, 1, 0, 0, false};
   plan.prefetch = few;
   return plan;
+}
+
+inline Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int width, int kept_bytes, bool heavy,
+                 bool layered, bool large = false, bool modulated = false) {
+  Plan plan = pick_any(device, rows, hidden_size, width, kept_bytes, heavy, layered, modulated);
+  if (large && width < kGroup && plan.lanes == 4) plan = {512, plan.rows, 1, 2, 1, plan.prefetch};
+  if (large && plan.lanes * plan.groups == 8 && plan.threads == 512) plan.lanes = plan.groups = 0;
+  if (large && plan.lanes == 0 && plan.cluster == 1) plan.threads = 512;
+  return plan;
+}
+
+// The same for a program.
+template <class Program>
+Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int width) {
+  return pick(device, rows, hidden_size, width, held_bytes<Program>(), is_heavy<Program>(), is_layered<Program>(),
+              is_large<Program>(), is_modulated<Program>());
 }
 
 }  // namespace flashnorm

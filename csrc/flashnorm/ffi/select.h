@@ -27,11 +27,10 @@ void for_each_tile(Visit&& visit, TileList<Each...>) {
 // Calls `visit(kernel, tile)` for every kernel of the program.
 template <class Program, class Visit>
 void for_each_kernel(Visit&& visit) {
-  using Kept = typename LocatedOf<Program>::Kept;
   for_each_tile(
       [&](auto tile) {
         using Tile = decltype(tile);
-        if constexpr (Tile::kLanes * Tile::kGroups * sizeof(Pack<Kept, kGroup>) <= kRegisterBytes) {
+        if constexpr (Tile::kPresent * kGroup * held_bytes<Program>() <= kRegisterBytes) {
           visit(static_cast<RowKernel<Program>>(row_forward<Program, Tile>), tile);
         }
       },
@@ -55,8 +54,14 @@ RowLaunch<Program> row_launch(const Program&, const Operands& operands, const Pl
   const int64_t rows = operands.rows();
   const bool whole = operands.width() == kGroup;
   RowLaunch<Program> launch{nullptr, {rows, operands.inner(), operands.hidden_size(), plan.prefetch, false}, 0, 0};
+  int present = 0;  // of the tiles that carry it out, the one with the least room
   for_each_kernel<Program>([&](RowKernel<Program> kernel, auto tile) {
-    if (carries_out<decltype(tile)>(plan, whole)) launch.kernel = kernel;
+    using Tile = decltype(tile);
+    const bool room = Tile::kPresent == Tile::kLanes * Tile::kGroups ||
+                      operands.hidden_size() <= Tile::kPresent * plan.threads * plan.cluster * kGroup;
+    if (!carries_out<Tile>(plan, whole) || !room || (launch.kernel != nullptr && Tile::kPresent > present)) return;
+    launch.kernel = kernel;
+    present = Tile::kPresent;
   });
   if (launch.kernel == nullptr) {
     TVM_FFI_THROW(RuntimeError) << "no kernel for " << plan.threads << " threads x " << plan.cluster << " CTAs a row, "

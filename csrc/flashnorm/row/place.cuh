@@ -21,19 +21,22 @@ struct RowGrid {
 
 // How a kernel divides a row, fixed when it is compiled: instructions, not bytes, are what a kernel that asks
 // for all of this at run time runs out of.
-template <int kThreads_, int kCluster_, int kLanes_, int kGroups_, class Access_ = Whole, bool kEarlyMaps_ = true>
+template <int kThreads_, int kCluster_, int kLanes_, int kGroups_, class Access_ = Whole, bool kEarlyMaps_ = true,
+          int kPresent_ = kLanes_ * kGroups_, int kMaxCta_ = 0>
 struct Tile {
   static constexpr int kThreads = kThreads_;      // a row, in one CTA; 0: any power of two, blockDim.x, of which
                                                   // several lanes a thread are at most 32 lanes
   static constexpr int kCluster = kCluster_;      // CTAs a row
-  static constexpr int kLanes = kLanes_;          // a thread; 0: streamed, a lane a thread
+  static constexpr int kLanes = kLanes_;          // a thread; 0: streamed
   static constexpr int kGroups = kGroups_;        // a lane
+  static constexpr int kPresent = kPresent_;      // groups of a thread that rows have at most
   static constexpr bool kEarlyMaps = kEarlyMaps_;  // what the maps read is asked for before the barrier
   static constexpr bool kManyRows = kThreads < 128;  // a CTA may work on several rows
   using Access = Access_;
   static constexpr bool kNarrow = kThreads == 0 && kLanes > 1;
   static constexpr int kMaxCta =
-      (kThreads == 0 && !kNarrow) || kThreads > 512 ? 1024 : kThreads > 256 ? 512 : 256;
+      kMaxCta_ > 0 ? kMaxCta_ : (kThreads == 0 && !kNarrow) || kThreads > 512 ? 1024 : kThreads > 256 ? 512 : 256;
+  static_assert(kPresent == kLanes * kGroups || kGroups == 1, "a lane's groups are all there or none is");
 };
 
 template <class... Each>
@@ -119,6 +122,59 @@ FN_HOST_DEVICE constexpr int batch_of(int held, int raw_bytes, int bytes) {
 // The load stage once the row's place is known.
 template <class Program>
 using LocatedOf = decltype(std::declval<decltype(Program::load)>().locate(Row{}, true));
+
+// Bytes of an element that wait between the passes: of the row with what the maps read beside it, or of the row as it
+// is stored, which comes in its place.
+template <class Program>
+constexpr int held_bytes() {
+  using Again = typename AgainOf<decltype(Program::store)>::Type;
+  constexpr int kFirst = int(sizeof(Pack<typename LocatedOf<Program>::Kept, kGroup>)) + decltype(Program::maps)::row_bytes();
+  if constexpr (std::is_void_v<Again>) {
+    return kFirst / kGroup;
+  } else {
+    return (kFirst > int(sizeof(Pack<Again, kGroup>)) ? kFirst : int(sizeof(Pack<Again, kGroup>))) / kGroup;
+  }
+}
+
+// What a store that has the row again holds and reads of a group.
+template <class Store, bool kThere = AgainOf<Store>::kThere>
+struct NextOf {
+  using Again = Nothing;
+  using Raw = Nothing;
+};
+template <class Store>
+struct NextOf<Store, true> {
+  using Again = Pack<typename Store::Again, kGroup>;
+  using Raw = typename Store::template Raw<kGroup>;
+  template <class Access>
+  FN_DEVICE static void fetch(const Store& store, Raw& raw, const At<Access>& at) {
+    store.fetch(raw, at);
+  }
+};
+
+// Asks for what will be read of a group.
+template <class Program>
+FN_DEVICE void touch_group(const Program& program, int col) {
+  using Maps = decltype(Program::maps);
+  using Store = decltype(Program::store);
+  const At<Touch> at{{0, 0}, col, {}};
+  typename Maps::template Raw<kGroup> raw;
+  typename Maps::template Rows<kGroup> rows;
+  program.load.touch(at);
+  program.maps.fetch(raw, at);
+  program.maps.fetch_rows(rows, at);
+  if constexpr (AgainOf<Store>::kThere) {
+    typename NextOf<Store>::Raw next;
+    program.store.fetch(next, at);
+  }
+}
+
+// What was read for the maps of a group.
+template <class Maps>
+struct MapReads {
+  const typename Maps::template Raw<kGroup>& raw;
+  const typename Maps::template Rows<kGroup>& rows;
+};
 
 #endif  // FN_KERNELS
 

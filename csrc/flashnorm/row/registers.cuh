@@ -22,14 +22,17 @@ class RegisterRow {
   using Maps = decltype(Program::maps);
   using Kept = typename Load::Kept;
   using Raw = typename Load::template Raw<kGroup>;
+  using Vecs = typename VecsOf<Load>::template Vecs<kGroup>;
   using MapRaw = typename Maps::template Raw<kGroup>;
+  using MapRows = typename Maps::template Rows<kGroup>;
   using Access = typename Tile::Access;
+  using Next = NextOf<decltype(Program::store)>;
 
-  static constexpr int kLanes = Tile::kLanes, kGroups = Tile::kGroups, kHeld = kLanes * kGroups;
+  static constexpr int kLanes = Tile::kLanes, kGroups = Tile::kGroups, kHeld = Tile::kPresent;
   // Reads in flight before the first is used: all of them, as far as a thread's registers go. Where a row is
   // kept as it was read, the reads take no registers of their own.
   static constexpr int kRegisters = 65536 / Tile::kMaxCta > 128 ? 128 : 65536 / Tile::kMaxCta;
-  static constexpr int kSpare = 4 * (kRegisters - 28) - kHeld * int(sizeof(Pack<Kept, kGroup>));
+  static constexpr int kSpare = 4 * (kRegisters - 28) - kHeld * (int(sizeof(Pack<Kept, kGroup>)) + Maps::row_bytes());
   static constexpr int kReads =
       sizeof(Raw) == sizeof(Pack<Kept, kGroup>) ? kHeld : batch_of(kHeld, sizeof(Raw), kSpare);
   // Maps are read in batches, one ahead of its use: a store keeps every later read behind it. A weight and a bias
@@ -37,7 +40,14 @@ class RegisterRow {
   static constexpr bool kEarlyMaps =
       Tile::kEarlyMaps && (Maps::raw_bytes() <= 32 || kHeld * Maps::raw_bytes() <= 128);
   static constexpr int kMapReads = kEarlyMaps ? kHeld : batch_of(kHeld, Maps::raw_bytes(), 32);
-  static constexpr int kMapBatches = kHeld / kMapReads;
+  static constexpr int kMapBatches = (kHeld + kMapReads - 1) / kMapReads;
+  static constexpr bool kHoldsReads = kHeld > 1 && (VecsOf<Load>::kThere || Maps::row_bytes() > 0);
+  static constexpr int kNextReads = batch_of(kHeld, sizeof(typename Next::Raw), 32);
+  static constexpr int kNextBatches = (kHeld + kNextReads - 1) / kNextReads;
+  // Half of a thread's groups are certain, if there is a row: a row has more than half as many groups as lanes, and more
+  // than half of what a tile has room for.
+  static constexpr int kCertain = kHeld / 2;
+  static constexpr bool kHasRow = !Tile::kManyRows && decltype(Program::store)::kBlock == kNoBlock;
 
  public:
   // Whether a result fits exactly where the row is held.
@@ -50,27 +60,33 @@ class RegisterRow {
   FN_DEVICE void touch() const {
     FN_UNROLL
     for (int i = 0; i < kHeld; ++i) {
-      MapRaw map_raw;
-      if (col(i) >= place_.left) continue;
-      program_.load.touch(At<Touch>{{0, 0}, col(i), {}});
-      program_.maps.fetch(map_raw, At<Touch>{{0, 0}, col(i), {}});
+      if (col(i) < place_.left) touch_group(program_, col(i));
     }
   }
 
   FN_DEVICE void read() {
     const Load load = program_.load.locate(Row{0, 0}, place_.left > 0);
+    Vecs vecs[kHeld > 1 ? 2 : 1];  // in caches: one group ahead is enough
     FN_UNROLL
     for (int first = 0; first < kHeld; first += kReads) {
       Raw raw[kReads] = {};
       FN_UNROLL
-      for (int i = 0; i < kReads; ++i) {
+      for (int i = 0; i < kReads && first + i < kHeld; ++i) {
         if (reaches<Access>(place_, col(first + i))) load.fetch(raw[i], at<Access>(first + i));
       }
-      if (kEarlyMaps && first == 0) read_maps(0);
+      if (first == 0) {
+        read_map_rows();
+        // Else the device compiler would issue part of the reads only where the first ones are used.
+        if (kHoldsReads) sync_warp();
+        read_vecs(load, vecs[0], 0);
+        if (kEarlyMaps) read_maps(0);
+      }
       FN_UNROLL
-      for (int i = 0; i < kReads; ++i) {
-        load.keep(kept_[first + i], raw[i], elements_of<Access>(place_, col(first + i)));
-        if (reaches<Access>(place_, col(first + i))) load.save(kept_[first + i], at<Access>(first + i));
+      for (int i = 0; i < kReads && first + i < kHeld; ++i) {
+        const int group = first + i;
+        if (group + 1 < kHeld) read_vecs(load, vecs[(group + 1) % 2], group + 1);
+        keep(load, kept_[group], raw[i], vecs[group % 2], count<Access>(group));
+        if (reaches<Access>(place_, col(group))) load.save(kept_[group], at<Access>(group));
       }
     }
     if (!kEarlyMaps) read_maps(0);
@@ -81,8 +97,11 @@ class RegisterRow {
   FN_DEVICE float sum_squares() { return sum_of<Squares>(); }
   FN_DEVICE Deviations deviations(float mean) {
     float sums[2];
-    fold<Values, Squares>(
-        sums, [&](float (&v)[kGroup], int i) { centre(v, mean, elements_of<Access>(place_, col(i))); });
+    fold<Values, Squares>(sums, [&](float (&v)[kGroup], int i) {
+      if (kHeld > 2) forget(kept_[i]);
+      widen(v, kept_[i]);
+      centre(v, mean, count<Access>(i));
+    });
     return {sums[0], sums[1]};
   }
 
@@ -90,9 +109,9 @@ class RegisterRow {
   // with `kHoldsResult`.
   template <class Look>
   FN_DEVICE void survey(const Look& look) {
-    pass<false, true>([&](auto& v, const auto& maps, const auto& at, auto& kept) {
+    pass<false, true>([&](auto& v, const auto& maps, const auto& at, int group) {
       look(v, maps, at);
-      if constexpr (kHoldsResult) narrow(kept, v);
+      if constexpr (kHoldsResult) narrow(kept_[group], v);
     });
     if (!kHoldsResult && kMapBatches > 1) read_maps(0);
   }
@@ -100,33 +119,60 @@ class RegisterRow {
   // whether it makes use of the maps.
   template <bool kTogether, bool kMaps = true, class Finish>
   FN_DEVICE void finish(const Finish& finish) {
-    pass<kTogether, kMaps>([&](auto& v, const auto& maps, const auto& at, auto&) { finish(v, maps, at); });
+    pass<kTogether, kMaps>([&](auto& v, const auto& maps, const auto& at, int) { finish(v, maps, at); });
+  }
+
+  // With a store that has the row again: look(v, maps, at, again) for every group, which makes `again` of it; then the
+  // sum of what was made, and finish(v, raw, at) for every group of that.
+  template <class Look>
+  FN_DEVICE void renew(const Look& look) {
+    read_next(0);
+    pass<false, true>([&](auto& v, const auto& maps, const auto& at, int group) { look(v, maps, at, again_[group]); });
+  }
+  FN_DEVICE float sum_squares_again() {
+    float sums[1];
+    fold<Squares>(sums, [&](float (&v)[kGroup], int i) { widen(v, again_[i]); });
+    return sums[0];
+  }
+  template <class Finish>
+  FN_DEVICE void finish_again(const Finish& finish) {
+    FN_UNROLL
+    for (int i = 0; i < kHeld; ++i) {
+      if (i % kNextReads == 0 && i + kNextReads < kHeld) read_next(i / kNextReads + 1);
+      if (!reaches<Access>(place_, col(i))) continue;
+      float v[kGroup];
+      widen(v, again_[i]);
+      finish(v, next_[i / kNextReads % 2][i % kNextReads], at<Access>(i));
+    }
   }
 
  private:
   template <class Term>
   FN_DEVICE float sum_of() {
     float sums[1];
-    fold<Term>(sums, [](float (&)[kGroup], int) {});
+    fold<Term>(sums, [&](float (&v)[kGroup], int i) { widen(v, kept_[i]); });
     return sums[0];
   }
 
-  // The canonical sums of the terms, of what `change(v, i)` makes of group i.
-  template <class... Terms, class Change>
-  FN_DEVICE void fold(float (&sums)[sizeof...(Terms)], const Change& change) {
+  // The canonical sums of the terms of what `get(v, i)` makes of group i.
+  template <class... Terms, class Get>
+  FN_DEVICE void fold(float (&sums)[sizeof...(Terms)], const Get& get) {
     constexpr int kSums = sizeof...(Terms);
     float lane[kSums][kLanes];
     FN_UNROLL
     for (int j = 0; j < kLanes; ++j) {
+      if (j >= kHeld) {  // the lane has no group
+        FN_UNROLL
+        for (int k = 0; k < kSums; ++k) lane[k][j] = 0.0f;
+        continue;
+      }
       Lane<Terms...> sum;
       FN_UNROLL
       for (int r = 0; r < kGroups; ++r) {
         // A tile with more groups a lane than any row of this width has adds nothing for them.
         if (!sum.kSkipsMissing && r > 1 && col(r * kLanes) >= hidden_size_) continue;
         float v[kGroup];
-        if (kSums > 1 && kHeld > 2) forget(kept_[r * kLanes + j]);
-        widen(v, kept_[r * kLanes + j]);
-        change(v, r * kLanes + j);
+        get(v, r * kLanes + j);
         r == 0 ? sum.first(v) : sum.next(v);
       }
       FN_UNROLL
@@ -142,12 +188,12 @@ class RegisterRow {
     for (int batch = 0; batch < kMapBatches; ++batch) {
       if (kMaps && batch + 1 < kMapBatches) read_maps(batch + 1);
       FN_UNROLL
-      for (int i = batch * kMapReads; i < (batch + 1) * kMapReads; ++i) {
+      for (int i = batch * kMapReads; i < (batch + 1) * kMapReads && i < kHeld; ++i) {
         if (kHeld > 2) forget(kept_[i]);
-        if (!reaches<Out>(place_, col(i))) continue;
+        if (!has<Out>(i)) continue;
         float v[kGroup];
         widen(v, kept_[i]);
-        each(v, maps_[batch % 2][i % kMapReads], at<Out>(i), kept_[i]);
+        each(v, MapReads<Maps>{maps_[batch % 2][i % kMapReads], map_rows_[i]}, at<Out>(i), i);
       }
     }
   }
@@ -159,6 +205,16 @@ class RegisterRow {
     return i * Tile::kThreads * Tile::kCluster * kGroup;
   }
   template <class Out>
+  FN_DEVICE bool has(int i) const {
+    if (i >= kCertain || !std::is_same_v<Out, Whole>) return reaches<Out>(place_, col(i));
+    return kHasRow || place_.left > 0;
+  }
+  template <class Out>
+  FN_DEVICE int count(int i) const {
+    if (i >= kCertain) return elements_of<Out>(place_, col(i));
+    return kHasRow || place_.left > 0 ? kGroup : 0;
+  }
+  template <class Out>
   FN_DEVICE At<Out> at(int i) const {
     return at_group<Out>(place_, col(i));
   }
@@ -167,7 +223,24 @@ class RegisterRow {
     FN_UNROLL
     for (int i = 0; i < kMapReads; ++i) {
       const int group = batch * kMapReads + i;
-      if (reaches<Access>(place_, col(group))) program_.maps.fetch(maps_[batch % 2][i], at<Access>(group));
+      if (group < kHeld && reaches<Access>(place_, col(group))) program_.maps.fetch(maps_[batch % 2][i], at<Access>(group));
+    }
+  }
+
+  FN_DEVICE void read_vecs(const Load& load, Vecs& vecs, int group) const {
+    if (reaches<Access>(place_, col(group))) fetch_vecs<Load, kGroup>(load, vecs, at<Access>(group));
+  }
+  FN_DEVICE void read_map_rows() {
+    FN_UNROLL
+    for (int i = 0; i < kHeld; ++i) {
+      if (reaches<Access>(place_, col(i))) program_.maps.fetch_rows(map_rows_[i], at<Access>(i));
+    }
+  }
+  FN_DEVICE void read_next(int batch) {
+    FN_UNROLL
+    for (int i = 0; i < kNextReads; ++i) {
+      const int group = batch * kNextReads + i;
+      if (group < kHeld && reaches<Access>(place_, col(group))) Next::fetch(program_.store, next_[batch % 2][i], at<Access>(group));
     }
   }
 
@@ -176,7 +249,10 @@ class RegisterRow {
   Reduce& reduce_;
   int hidden_size_;
   Pack<Kept, kGroup> kept_[kHeld];
+  MapRows map_rows_[kHeld];
   MapRaw maps_[kMapBatches > 1 ? 2 : 1][kMapReads];
+  typename Next::Again again_[kHeld] = {};
+  typename Next::Raw next_[kNextBatches > 1 ? 2 : 1][kNextReads];
 };
 
 #endif  // FN_KERNELS

@@ -18,6 +18,7 @@ class QuantBlocks : public BlockOperands<Options::kLayout, Options::kCap, Option
   using Operands::scales_;
   // floor(log2) of the largest finite code.
   static constexpr uint32_t kTop = Out::kLargest == 448.0f ? 8 : Out::kLargest == 6.0f ? 2 : 15;
+  static constexpr uint32_t kExponent = Out::kLargest == 127.0f ? 6 : kTop;
 
  public:
   static constexpr bool kCodes = true;
@@ -34,6 +35,7 @@ class QuantBlocks : public BlockOperands<Options::kLayout, Options::kCap, Option
     uint32_t byte;  // of a scale that is a power of two
     float ratio;    // what elements are multiplied with
     bool zero;      // all elements are
+    bool usual;     // neither that, nor is one infinite or NaN
   };
 
   using Operands::Operands;
@@ -44,6 +46,7 @@ class QuantBlocks : public BlockOperands<Options::kLayout, Options::kCap, Option
   FN_HOST_DEVICE Scale scale(uint32_t amax, Given given) const {
     Scale result;
     result.zero = amax == 0;
+    result.usual = amax - 1 < kInfinityBits - 1;
     result.amax = float_of(larger(finite(amax), bits_of(Options::kFloor)));
     if constexpr (Options::kCap != Cap::kNone) {
       const bool stays = result.amax <= given.cap || result.amax != result.amax;
@@ -51,14 +54,12 @@ class QuantBlocks : public BlockOperands<Options::kLayout, Options::kCap, Option
     }
     if constexpr (Options::kRatio) {
       result.ratio = fp::div(Out::kLargest, result.amax);
+    } else if constexpr (Options::kUe8m0) {
+      result.byte = Options::kOcp ? floored(result.amax) : raised(result.amax);
+      result.ratio = inverse_power(result.byte);
     } else {
       result.scale = fp::div(result.amax, Out::kLargest);
-      if constexpr (Options::kUe8m0) {
-        result.byte = Options::kOcp ? floored(result.amax) : exponent(result.scale);
-        result.ratio = inverse_power(result.byte);
-      } else {
-        result.ratio = fp::reciprocal(result.scale);
-      }
+      result.ratio = fp::reciprocal(result.scale);
     }
     return result;
   }
@@ -66,9 +67,19 @@ class QuantBlocks : public BlockOperands<Options::kLayout, Options::kCap, Option
   template <int N, class Access>
   FN_HOST_DEVICE void put(float (&v)[N], const Scale& scale, const At<Access>& at) const {
     this->put_side(v, at);
+    typename Out::template Codes<N> codes;
+#if FN_FAST && !FN_NATIVE_FP4
+    if constexpr (Options::kFp4) {
+      const float factor = fp::mul(scale.ratio, fast::kUnit);
+      if (scale.usual) {
+        fast::products<Options::kOcp>(codes, v, factor);
+        dst_.store(codes, at);
+        return;
+      }
+    }
+#endif
     FN_UNROLL
     for (int i = 0; i < N; ++i) v[i] = fp::mul(v[i], scale.ratio);
-    typename Out::template Codes<N> codes;
     Out::encode(codes, v);
     if (scale.zero) clear(codes);  // also the signs of zeros
     dst_.store(codes, at);
@@ -105,12 +116,21 @@ class QuantBlocks : public BlockOperands<Options::kLayout, Options::kCap, Option
     return kBlock == kWholeRow ? 1 : (hidden_size + kBlock - 1) / kBlock;
   }
 
-  // 127 + the smallest e with 2^e >= v, clamped to 0 ... 254; 0xFF for a NaN. For v >= 0.
-  FN_HOST_DEVICE static uint32_t exponent(float v) {
+  // 127 + the smallest e with 2^e >= div(v, Q), clamped to 0 ... 254; 0xFF for a NaN. For v >= 0.
+  FN_HOST_DEVICE static uint32_t raised(float v) {
+#if FN_FAST
+    // Compared, not divided: v is at most Q 2^e where the quotient, rounded, is at most 2^e, because Q 2^e has neighbours
+    // further away than that rounding reaches. The quotient of the next number after Q 2^-127 is a subnormal one.
+    constexpr uint32_t kRest = Out::kLargest == 127.0f ? 0x7E0000u : Out::kLargest == 6.0f ? 0x400000u : 0x600000u;
     const uint32_t bits = bits_of(v);
+    const uint32_t up = ((bits + 0x007FFFFFu - kRest) >> 23) - kExponent;
+    return bits > kInfinityBits ? 0xFFu : bits <= (kExponent << 23) + kRest + 1 ? 0u : up;
+#else
+    const uint32_t bits = bits_of(fp::div(v, Out::kLargest));
     if (bits > kInfinityBits) return 0xFFu;
     const uint32_t up = (bits + 0x007FFFFFu) >> 23;
     return bits <= 0x00400000u ? 0u : up > 254u ? 254u : up;  // 0x00400000: 2^-127
+#endif
   }
   // 127 + floor(log2(v)) - floor(log2(Q)), clamped to 0 ... 254; 0xFF for a NaN. For v >= 0.
   FN_HOST_DEVICE static uint32_t floored(float v) {

@@ -7,6 +7,7 @@
 #include "../codec8.cuh"
 #include "../fp.cuh"
 #include "../vec.cuh"
+#include "parts.cuh"
 #include "store.cuh"
 
 namespace flashnorm {
@@ -23,22 +24,6 @@ FN_HOST_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 // An infinite amax counts as the largest finite number.
 FN_HOST_DEVICE uint32_t finite(uint32_t amax) { return amax == kInfinityBits ? kFloatMaxBits : amax; }
-
-struct Nothing {};
-
-// The n-th of some types, or void.
-template <int kIndex, class... Types>
-struct Nth {
-  using Type = void;
-};
-template <int kIndex, class First, class... Rest>
-struct Nth<kIndex, First, Rest...> {
-  using Type = typename Nth<kIndex - 1, Rest...>::Type;
-};
-template <class First, class... Rest>
-struct Nth<0, First, Rest...> {
-  using Type = First;
-};
 
 // The scales of a row, wherever they lie.
 template <Layout kLayout, class T>
@@ -118,9 +103,6 @@ struct CodesOut<true, Dst> {
     narrow_e2m1(codes, v, v);
   }
 };
-
-// Where a number that a store is given is: nowhere, in the launch, or an element in device memory.
-enum class Where { kNone, kValue, kDevice };
 
 // What a store with a scale for every block of a row is given: where codes and scales go, then, as far as there are
 // such operands, a number and a side output. `More_` are the element types of a second layout of scales, of the number

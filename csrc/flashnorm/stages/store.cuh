@@ -6,6 +6,7 @@
 #include "../codec8.cuh"
 #include "../fp.cuh"
 #include "../vec.cuh"
+#include "stats.cuh"
 
 namespace flashnorm {
 
@@ -65,6 +66,59 @@ struct QuantTensor {
     Pack<Dst, N> pack;
     narrow(pack, v);
     dst.store(pack, at);
+  }
+};
+
+// r = y as `residual_out` has it; z = mul(mul(r, rstd2), add(next_weight, next_center)), one rounding, with rstd2 of r.
+template <class Options, class R, class W, class Dst>
+struct NextNorm {
+  static constexpr bool kCodes = false;
+  static constexpr int kBlock = kNoBlock;
+  using Again = R;
+  struct Given {};
+  template <int N>
+  struct Raw {
+    Pack<W, N> weight;
+  };
+
+  RowRef<R> residual_out;
+  RowRef<const W> next_weight;
+  RowRef<Dst> ffn_input;
+  float next_eps;
+  float next_center;
+
+  FN_HOST_DEVICE void enter(Row row, int col) {
+    residual_out.enter(row, col);
+    next_weight.enter(row, col);
+    ffn_input.enter(row, col);
+  }
+  FN_HOST_DEVICE Given read() const { return {}; }
+
+  template <int N, class Access>
+  FN_HOST_DEVICE void put_again(const Pack<R, N>& again, const At<Access>& at) const {
+    residual_out.store(again, at);
+  }
+  template <int N, class Access>
+  FN_HOST_DEVICE void fetch_again(Pack<R, N>& again, const At<Access>& at) const {
+    residual_out.load(again, at);
+  }
+  FN_HOST_DEVICE Rms<Options> stats() const { return {next_eps}; }
+
+  template <int N, class Access>
+  FN_HOST_DEVICE void fetch(Raw<N>& raw, const At<Access>& at) const {
+    next_weight.load(raw.weight, at);
+  }
+  template <int N, class Access>
+  FN_HOST_DEVICE void put(float (&v)[N], const Raw<N>& raw, const typename Rms<Options>::State& state,
+                          const At<Access>& at) const {
+    float gain[N];
+    widen(gain, raw.weight);
+    Rms<Options>::normalize(v, state);
+    FN_UNROLL
+    for (int i = 0; i < N; ++i) v[i] = fp::mul(v[i], fp::add(gain[i], next_center));
+    Pack<Dst, N> pack;
+    narrow(pack, v);
+    ffn_input.store(pack, at);
   }
 };
 
