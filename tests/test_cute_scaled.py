@@ -364,11 +364,11 @@ def test_silu_programs(vec):
 def test_what_the_programs_need():
     four = norm(QuantNvfp4(16), AddResidual())
     assert tiles.needs_of(Variant(four, dtypes_of(four), 4096)) == tiles.Needs(
-        (2, 2), 4, heavy=True, narrow=True, least=2
+        (2, 2), 4, heavy=True, narrow=True, dense=True, least=2
     )
     eight = norm(MX())
     assert tiles.needs_of(Variant(eight, dtypes_of(eight), 4096)) == tiles.Needs(
-        (2,), 2, heavy=True, narrow=True, least=4
+        (2,), 2, heavy=True, narrow=True, dense=True, least=4
     )
     assert tiles.needs_of(Variant(norm(Cast(), maps=(Affine(), Silu())), (B, B, B), 1024)).heavy
     for arch in ("sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a", "sm_100f", "sm_120f"):

@@ -249,6 +249,6 @@ def needs_of(variant: Variant) -> Needs:
         exchanges=(3 if isinstance(program.stats, MeanVar) else 1) + whole_row + again,
         heavy=vectors > 1 or min(loaded) == 1 or not isinstance(store, Cast) or acts,
         narrow=not isinstance(store, (Cast, NextNorm)),
-        dense=acts,
+        dense=acts or (isinstance(store, BlockScales) and 0 < store.block <= 32),
         least=store.block // GROUP if isinstance(store, BlockScales) else 1,
     )
