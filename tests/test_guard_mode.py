@@ -13,7 +13,10 @@ from flashnorm.core import device as devices
 from flashnorm.core import guard_mode, plan
 from flashnorm.core.guard_mode import GuardError
 from flashnorm.core.op import ALL
+from flashnorm.model import same_bits
 from flashnorm.ops.rmsnorm import RMSNORM
+from flashnorm.verify.cases import cases_of, operators
+from flashnorm.verify.problem import call, make_problem
 from tests.problem import Problem
 from tests.refusals import FULL, OPS, every_op
 
@@ -79,6 +82,20 @@ def test_a_good_kernel_passes(op, route, device):
         assert (left is None) == (right is None)
         if left is not None:
             assert torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)), field.name
+
+
+@pytest.mark.parametrize("name", operators())
+def test_every_case_of_every_operator_passes_on_pytorchs_route(name, device):
+    """No false alarm, whatever the operands are; and the same results as without."""
+    op = ALL[name]
+    for case in cases_of(op):
+        p = make_problem(op, case, 5, 256, device)
+        with flashnorm.backend("torch"):
+            got = call(p, device)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(guard_mode, "settings", dataclasses.replace(guard_mode.settings, guard=False))
+                want = call(p, device)
+        assert same_bits(want, got), case
 
 
 def test_no_call_becomes_warm(device):

@@ -16,7 +16,7 @@ import pytest
 pytestmark = pytest.mark.cpu_only
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("flashnorm", "jit", "csrc", "tests", "benchmarks", "examples", "docs", ".ci")
+FOLDERS = ("flashnorm", "jit", "csrc", "tests", "benchmarks", "examples", "docs", ".ci", ".github")
 SOURCES = {".py", ".cuh", ".cu", ".h", ".hpp", ".cpp"}
 TEXTS = SOURCES | {".md", ".toml", ".yaml", ".yml", ".sh", ""}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import os
@@ -321,6 +322,25 @@ def test_a_real_flashinfer_is_not_replaced_unasked(monkeypatch):
     assert sys.modules["flashinfer"] is real
     assert sys.modules["flashinfer.norm"] is norm
     assert "flashinfer.utils" not in sys.modules
+
+
+def test_training_is_found_where_there_is_any(monkeypatch):
+    cake = ModuleType("flashnorm.cake_rmsnorm_train")
+    cake.__spec__ = importlib.machinery.ModuleSpec(cake.__name__, None)
+    cake.SUPPORTED_COMPUTE_CAPABILITIES, cake.ARCHES = ((9, 0), (10, 0)), ("sm_90a", "sm_100a")
+    cake.cake_rmsnorm, cake.route_key = (lambda x, w: x), (lambda *_: "key")
+    monkeypatch.setitem(sys.modules, cake.__name__, cake)
+    with integration.install():
+        import flashinfer
+        from flashinfer.cake_rmsnorm_train import cake_rmsnorm
+        from flashinfer.jit import cake_rmsnorm_train as loader
+
+        assert flashinfer.cake_rmsnorm is cake_rmsnorm is cake.cake_rmsnorm
+        assert loader.route_key is cake.route_key and loader.arch_for_capability((10, 0)) == "sm_100a"
+        assert loader.route_applies(device_capability=(9, 0), hidden=777, kind="fwd", residual=True)
+        assert not loader.route_applies(device_capability=(7, 0), hidden=777, kind="fwd")
+        flashinfer.jit.build_jit_specs(loader.specs_for_arch("sm_90a"), verbose=False)
+        assert flashinfer.jit.env.has_flashinfer_jit_cache()
 
 
 def test_one_keyword_more():

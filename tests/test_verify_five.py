@@ -160,6 +160,25 @@ def test_spills_are_a_failure(monkeypatch, tmp_path):
         assert (found.registers is None) == isinstance(answer, str)
 
 
+def test_a_gpu_that_is_not_here(monkeypatch, capsys):
+    """Built for, and read; an architecture that there is not ends it."""
+    asked = []
+
+    def elsewhere(op, route, facts):
+        asked.append((op.name, route, facts.capability))
+        return five.Five(op.name, route, registers=40, stack=0, occupancy=1.0)
+
+    monkeypatch.setattr(five, "elsewhere", elsewhere)
+    monkeypatch.setattr(verify.dispatch, "refusal", lambda route, *_: None if route == "cuda" else "not here")
+    monkeypatch.setattr(verify, "check_device", lambda *_, **__: ([lines.Line("rmsnorm", "cpu", "torch", "")], {}))
+    monkeypatch.setattr(verify, "examine_device", lambda *_, **__: [])
+    assert verify.run(arguments(arch=["sm_90a"], routes="", ops="")) == 0
+    assert asked == [("rmsnorm", "cuda", (9, 0)), ("fused_add_rmsnorm", "cuda", (9, 0))]
+    assert "sm_90a (not here)" in capsys.readouterr().out
+    assert verify.run(arguments(arch=["nine"])) == 2
+    assert "nine" in capsys.readouterr().err
+
+
 def test_resources_of_a_real_artifact(tmp_path):
     """The CUDA route for a GPU that is not here, where its compiler and the disassembler are."""
     import flashnorm

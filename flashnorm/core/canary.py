@@ -11,7 +11,7 @@ import torch
 
 from flashnorm.core import layout
 from flashnorm.core.checks import scales_view
-from flashnorm.program import SCALES, TILE_COLUMNS, TILE_ROWS, UE8M0, Operand, RowProgram
+from flashnorm.program import SCALES, TILE_COLUMNS, TILE_ROWS, UE8M0, Operand
 
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
@@ -30,7 +30,7 @@ def bits(t: Tensor) -> Tensor:
     return t.detach().view(INTEGERS[t.element_size()])
 
 
-def by_rows(op: Op, program: RowProgram, operand: Operand, t: Tensor, rows: int, hidden: int) -> Tensor:
+def by_rows(op: Op, program: Any, operand: Operand, t: Tensor, rows: int, hidden: int) -> Tensor:
     """The bits of an operand as [rows, values of a row]; of scales, padding included."""
     if operand.kind in SCALES:
         size, stride = scales_view(op, program, operand, t, rows, hidden)

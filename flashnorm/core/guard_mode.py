@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,7 +41,6 @@ from flashnorm.program import (
     MeanVar,
     Operand,
     Rms,
-    RowProgram,
 )
 
 if TYPE_CHECKING:
@@ -63,9 +62,14 @@ def applies(device: torch.device) -> bool:
 
 
 def launch(
-    op: Op, program: RowProgram, run: Launch, tensors: Sequence[Tensor | None], scalars: Sequence[float], pdl: bool
+    op: Op, program: Any, run: Launch, tensors: Sequence[Tensor | None], scalars: Sequence[float], pdl: bool
 ) -> None:
     """Runs a validated call and looks at everything around it.
+
+    Args:
+        op, tensors, scalars, pdl: of the call.
+        program: of the call; of one that is no row program only the operands are known here.
+        run: the plan's launch.
 
     Raises:
         ValueError: a row index is out of range.
@@ -101,9 +105,10 @@ def launch(
 class _Call:
     """One call: its operands by name, and the texts of what may be wrong with it."""
 
-    def __init__(self, op: Op, program: RowProgram, tensors: Sequence[Tensor | None]) -> None:
+    def __init__(self, op: Op, program: Any, tensors: Sequence[Tensor | None]) -> None:
         self.op, self.program = op, program
-        self.operands = program.operands()
+        self.operands: tuple[Operand, ...] = program.operands()
+        self.load, self.stats = getattr(program, "load", None), getattr(program, "stats", None)
         self.given: dict[str, Tensor] = {}
         for operand in self.operands:
             tensor = tensors[op.index(operand.name)]
@@ -138,15 +143,18 @@ class _Call:
 
     # -------------------------------------------------------------- before
     def check_index(self) -> None:
-        index = self.given.get("row_index")
-        if index is None or not index.numel():
-            return
-        count = math.prod(self.given["x"].shape[:-1])
-        bad = ((index < 0) | (index >= count)).flatten().nonzero()
-        if bad.numel():
-            first = int(bad[0])
-            got = int(index.flatten()[first])
-            raise ValueError(f"{self.op.called}: row_index must be 0 to {count - 1}, got {got} for row {first}")
+        """Indices that kernels read nothing for: of rows, and of the positions of a table."""
+        tables = {"row_index": ("x", -1), "positions": ("cos_sin_cache", 1)}
+        for name, (table, dims) in tables.items():
+            index = self.given.get(name)
+            if index is None or table not in self.given or not index.numel():
+                continue
+            count = math.prod(self.given[table].shape[:dims])
+            bad = ((index < 0) | (index >= count)).flatten().nonzero()
+            if bad.numel():
+                first = int(bad[0])
+                got = int(index.flatten()[first])
+                raise ValueError(f"{self.op.called}: {name} must be 0 to {count - 1}, got {got} for row {first}")
 
     def check_inputs(self) -> None:
         for operand in self.operands:
@@ -158,9 +166,9 @@ class _Call:
     def warn_of_quiet_rows(self, scalars: Sequence[float]) -> None:
         """Names the rows that eps rules, where this module knows how rows come about."""
         h = self._loaded()
-        if h is None or "eps" not in self.op.scalars or not isinstance(self.program.stats, (Rms, MeanVar)):
+        if h is None or "eps" not in self.op.scalars or not isinstance(self.stats, (Rms, MeanVar)):
             return
-        centred = isinstance(self.program.stats, MeanVar)
+        centred = isinstance(self.stats, MeanVar)
         size = h.var(-1, correction=0) if centred else h.square().mean(-1)
         eps = scalars[self.op.scalars.index("eps")]
         quiet = (size < QUIET * eps).nonzero().flatten()
@@ -181,7 +189,7 @@ class _Call:
 
     def _loaded(self) -> Tensor | None:
         """The rows that are normalised, [M, H] in fp32."""
-        load = self.program.load
+        load = self.load
         if isinstance(load, AddResidual):
             return self._sum().flatten(0, -2) if self.grid else self._sum().unsqueeze(0)
         if not isinstance(load, LoadRow):
@@ -202,7 +210,7 @@ class _Call:
 
     def check_sum(self, watched: dict[str, Watched]) -> None:
         """That the residual is the sum, rounded once: one addition, so there is one right answer."""
-        load = self.program.load
+        load = self.load
         if isinstance(load, AddResidual):
             got = watched[load.dst].copy
             want = self._sum().to(got.dtype)

@@ -36,10 +36,11 @@ import flashnorm
 from flashnorm import backends
 from flashnorm.config import settings
 from flashnorm.core import device as devices
-from flashnorm.core import plan
+from flashnorm.core import dispatch, plan
 from flashnorm.core.dispatch import ROUTES
 from flashnorm.core.op import Op
 from flashnorm.core.operands import normalise
+from flashnorm.core.tools import tools
 from flashnorm.jit import toolchain
 from flashnorm.program import Variant
 from flashnorm.verify import five, report
@@ -117,6 +118,22 @@ def examine_device(
     return found
 
 
+def examine_elsewhere(
+    arch: toolchain.Arch, *, quick: bool = False, ops: Sequence[str] = (), routes: Sequence[str] = ()
+) -> list[five.Five]:
+    """Builds the main operators' kernels for a GPU that need not be here, and reads their resources."""
+    facts = devices.DeviceFacts("cuda", arch.capability)
+    names = [name for name in five.HEADLINES[: 2 if quick else None] if not ops or name in ops]
+    return [
+        five.elsewhere(operators()[name], route, facts)
+        for route in ("cute", "cuda")
+        for name in names
+        if route in operators()[name].routes
+        and (not routes or route in routes)
+        and dispatch.refusal(route, operators()[name].routes, facts, tools()) is None
+    ]
+
+
 def _build_ahead(route: str, todo: Sequence[tuple[Op, Case]], device: torch.device) -> None:
     """Runs the C++ compilers of a route side by side: one kernel after the other, they are most of the time.
 
@@ -166,6 +183,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments; the command line adds `--json`."""
     parser.add_argument("--quick", action="store_true", help="one choice of dtypes, few shapes: seconds, once built")
     parser.add_argument("--html", default="", metavar="FILE", help="also write a page with tables and plots")
+    parser.add_argument(
+        "--arch", action="append", default=[], metavar="SM", help="also build for a GPU that is not here: its resources"
+    )
     parser.add_argument("--device", choices=("all", "cpu", "cuda"), default="all")
     parser.add_argument("--ops", default="", help="comma-separated operators; default: all")
     parser.add_argument("--routes", default="", help="comma-separated routes; default: all that serve")
@@ -179,6 +199,11 @@ def run(args: argparse.Namespace) -> int:
             if name not in known:
                 print(f"flashnorm verify: no {what} {name!r}; there are {', '.join(known)}", file=sys.stderr)
                 return 2
+    try:
+        elsewhere = [toolchain.parse_arch(name) for name in getattr(args, "arch", ())]
+    except ValueError as error:
+        print(f"flashnorm verify: {error}", file=sys.stderr)
+        return 2
     began = time.monotonic()
     lines: list[Line] = []
     answers: list[five.Five] = []
@@ -200,6 +225,13 @@ def run(args: argparse.Namespace) -> int:
             print(table(new))
             print("\n" + five.table(more) if more else "")
             print("".join(f"{route}: not here: {why}\n" for route, why in missing.items()))
+    for arch in elsewhere:
+        more = examine_elsewhere(arch, quick=args.quick, ops=ops, routes=routes)
+        answers += more
+        asked_of = [{**asdict(answer), "tail": None} for answer in more]
+        found.append({"device": f"{arch.name} (not here)", "lines": [], "five": asked_of, "not_here": {}})
+        if not args.json:
+            print(f"{arch.name} (not here)\n{five.table(more)}\n")
     failed = sum(bool(line.failures) for line in lines) + sum(bool(answer.failures) for answer in answers)
     made = {
         "schema": "flashnorm-verify/1",

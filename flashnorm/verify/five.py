@@ -23,11 +23,12 @@ from torch import Tensor
 from flashnorm import backends, timing
 from flashnorm.core import device as devices
 from flashnorm.core import plan
+from flashnorm.core.commands import plain_variant
 from flashnorm.core.dispatch import backend
 from flashnorm.core.op import Op
 from flashnorm.core.operands import normalise
 from flashnorm.model import canonical, exact, same_bits, steps
-from flashnorm.program import AddResidual, Cast, LoadRow
+from flashnorm.program import AddResidual, Cast, LoadRow, Variant
 from flashnorm.verify import problem as problems
 from flashnorm.verify import resources
 from flashnorm.verify.cases import BF16, FP16, FP32, USUAL, Case
@@ -178,9 +179,22 @@ def _graph_times(call: Callable[[], object], device: torch.device, count: int) -
 def _resources(found: Five, op: Op, device: torch.device, runs: int) -> None:
     if found.route not in ("cute", "cuda"):
         return
-    facts = devices.facts(device)
     problem = make_problem(op, USUAL, *found.shape, device)
     variant, _ = normalise(op, problem.program, [problem.given.get(o.name) for o in op.operands])
+    _read(found, variant, devices.facts(device))
+
+
+def elsewhere(op: Op, route: str, facts: devices.DeviceFacts) -> Five:
+    """The resources alone, for a device that need not be here: the kernel is built, and read."""
+    found = Five(op.name, route, shape=WIDE["cuda"])
+    try:
+        _read(found, plain_variant(op, BF16, found.shape[1], {}), facts)
+    except Exception as error:  # whatever is raised is the finding
+        found.failures.append(f"resources: {type(error).__name__}: {error}")
+    return found
+
+
+def _read(found: Five, variant: Variant, facts: devices.DeviceFacts) -> None:
     answer = resources.of_artifact(backends.artifact(found.route, variant, plan.target_of(facts)).build(), facts.sm)
     if isinstance(answer, str):
         found.notes.append(f"resources: {answer}")
@@ -238,9 +252,9 @@ def table(found: Sequence[Five]) -> str:
                 "FAIL" if f.failures else "ok",
                 f.op,
                 f.route,
-                f"{f.runs} alike" if f.stable else "DIFFER",
+                f"{f.runs} alike" if f.stable else "-" if f.stable is None else "DIFFER",
                 _mark(f.special),
-                f"{f.bytes_needed / 1e6:.1f} MB",
+                f"{f.bytes_needed / 1e6:.1f} MB" if f.bytes_needed else "-",
                 _number(f.bytes_share, "{:.2f}"),
                 _number(f.registers, "{}"),
                 _number(f.stack, "{}"),
