@@ -164,7 +164,7 @@ def test_no_plan_is_illegal(units: dict[str, Emulated]) -> None:
             assert threads * cta_rows % 32 == 0 and threads * cta_rows <= 1024, where
             assert cluster == 1 or (sm >= 90 and cta_rows == 1 and threads >= 32), where
             held = threads * cluster * max(1, lanes)
-            assert held == total or (lanes == 0 and kind[2] and total // held in (2, 4)), where  # streamed: lanes in turn
+            assert held == total or (lanes == 0 and kind[2] and total // held in (2, 4)), where  # streamed
             assert kind[-1] or lanes <= 1 or threads >= 32 or threads * lanes <= 32, where
             assert lanes == 0 or groups * 1024 * 8 >= h or groups == 1, where
             assert has_kernel(*plan, kept, width == 8, *kind), where
