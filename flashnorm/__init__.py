@@ -12,6 +12,7 @@ from flashnorm.ops.blocks import fused_add_rmsnorm_fp8_block_quant, rmsnorm_dyna
 from flashnorm.ops.fp4 import add_rmsnorm_fp4quant, rmsnorm_fp4quant
 from flashnorm.ops.layernorm import fused_add_layernorm, layernorm, layernorm_quant
 from flashnorm.ops.mxfp8 import add_rmsnorm_mxfp8_quant, rmsnorm_mxfp8_quant
+from flashnorm.ops.qk import fused_qk_rmsnorm_rope, supports_fused_qk_rmsnorm_rope
 from flashnorm.ops.rmsnorm import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
 from flashnorm.ops.rmsnorm_quant import (
     fused_add_rmsnorm_quant,
@@ -37,6 +38,7 @@ __all__ = [
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_quant",
+    "fused_qk_rmsnorm_rope",
     "fused_rmsnorm_silu",
     "gemma_fused_add_rmsnorm",
     "gemma_fused_add_rmsnorm_quant",
@@ -52,6 +54,7 @@ __all__ = [
     "rmsnorm_fp4quant",
     "rmsnorm_mxfp8_quant",
     "rmsnorm_quant",
+    "supports_fused_qk_rmsnorm_rope",
     "swizzle_scales",
     "unswizzle_scales",
 ]

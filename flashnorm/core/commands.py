@@ -64,4 +64,4 @@ def command(op: Op, route: str, target: str, variant: Variant) -> str:
 
 def _code(variant: Variant) -> tuple[Any, ...]:
     """What the C++ routes compile for; the rest is known when a kernel runs."""
-    return variant.program, variant.dtypes
+    return variant.program.code(), variant.dtypes

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from flashnorm.core import checks, dispatch, fastpath, guard, plan
-from flashnorm.program import ENCODED, Operand, RowProgram
+from flashnorm.program import ENCODED, Operand, Program
 
 F = TypeVar("F", bound=Callable[..., Any])
 OPS: dict[str, Op] = {}  # the operators that are public functions, by name
@@ -62,7 +62,7 @@ class Op:
         self,
         name: str,
         *,
-        program: Callable[[frozenset[str], Mapping[str, Any]], RowProgram],
+        program: Callable[[frozenset[str], Mapping[str, Any]], Program],
         reference: Callable[..., None],
         options: Mapping[str, Mapping[str, Any]],
         optional: Sequence[str] = (),
@@ -88,7 +88,7 @@ class Op:
         numbers = {number: name for name, (number, _) in self.by_value.items()}
         self.labels = {"x": "input", **numbers, **(labels or {})}
         self.functional = functional
-        first = {key: next(iter(values)) for key, values in options.items()}
+        first = {key: next(iter(values.values())) for key, values in options.items()}
         full = program(_Everything(), first)
         self.operands: tuple[Operand, ...] = full.operands()
         self._index = {o.name: i for i, o in enumerate(self.operands)}
@@ -98,6 +98,7 @@ class Op:
         self.returns = tuple(outs if returns is None else returns)
         self.encoded = tuple(i for i, o in enumerate(self.operands) if set(o.dtypes) & set(ENCODED))
         self._asked: tuple[str, ...] = ()
+        self._derived: frozenset[str] = frozenset()
         self._warm_calls: fastpath.Recent = {}
         self._warm_kernels: fastpath.Recent = {}
         self._define()
@@ -124,7 +125,7 @@ class Op:
         row = next(t for o, t in zip(self.operands, tensors, strict=True) if o.kind == "row" and t is not None)
         return self.blocks(tensor, math.prod(row.shape[:-1]))
 
-    def program_of(self, tensors: Sequence[Any], options: Mapping[str, Any]) -> RowProgram:
+    def program_of(self, tensors: Sequence[Any], options: Mapping[str, Any]) -> Program:
         """The program of a call with these tensors (None where absent)."""
         present = frozenset(o.name for o, t in zip(self.operands, tensors, strict=True) if t is not None)
         return self.program(present, options)
@@ -155,20 +156,26 @@ class Op:
         unless: Sequence[str] = (),
         seen: Sequence[str] = (),
         only: Mapping[str, Any] | None = None,
+        tails: Mapping[str, Sequence[str]] | None = None,
         **flags: str,
     ) -> Callable[[F], F]:
         """Decorates the public function: puts the warm call in front of it.
+
+        An option that is no parameter of the function is one that it makes of those in `seen`.
 
         Args:
             unless: parameters with which the function asks another operator.
             seen: further parameters that the function hands to `checked` as `seen`, in this order.
             only: parameters with the value that they have in a warm call.
+            tails: outputs that are not H wide: the parameters that say how wide they are.
             flags: parameters that ask for an optional output: `return_rstd="rstd"`.
         """
         self._asked = tuple(flags.values())
 
         def decorate(cold: F) -> F:
+            self._derived = frozenset(self.options) - set(inspect.signature(cold).parameters)
             more: dict[str, Any] = {"names": self.labels, "flags": flags, "unless": unless, "seen": seen, "only": only}
+            more["tails"] = tails
             return cast(F, fastpath.warm(self, self._warm_calls, cold, **more, eager=True))
 
         return decorate
@@ -199,7 +206,8 @@ class Op:
             self._dispatch(tensors, scalars, options, enable_pdl)
         else:
             asked = (tensors[self.index(name)] is not None for name in self._asked)
-            chosen = args[len(args) - 1 - len(self.options) : -1]
+            given = zip(self.options, args[len(args) - 1 - len(self.options) : -1], strict=True)
+            chosen = (value for name, value in given if name not in self._derived)
             state = (*chosen, *seen, *asked, dispatch.forced_here())
             self._execute(tensors, scalars, options, enable_pdl, self._warm_calls, state)
         return self._result(tensors)

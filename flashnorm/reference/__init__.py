@@ -27,6 +27,7 @@ The functions trace under `torch.compile(fullgraph=True)` and on fake tensors: n
 """
 
 from flashnorm.reference.layer import add_layernorm, fused_add_layernorm, layernorm, layernorm_quant
+from flashnorm.reference.qk import fused_qk_rmsnorm_rope
 from flashnorm.reference.rms import (
     add_rmsnorm,
     add_rmsnorm_dynamic_quant,
@@ -65,6 +66,7 @@ __all__ = [
     "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_mxfp8_quant",
     "fused_add_rmsnorm_quant",
+    "fused_qk_rmsnorm_rope",
     "fused_rmsnorm_silu",
     "fused_rmsnorm_silu_fp4",
     "fused_rmsnorm_silu_quant",
