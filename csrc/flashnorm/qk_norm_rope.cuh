@@ -1,0 +1,409 @@
+// Q and K normalised and turned, V copied, on a GPU: one CTA a token.
+//
+// Q and K of the token wait in shared memory between the two passes, so that NeoX's partners are at hand and a thread
+// holds nothing but a group; V goes straight through. The token's sines and cosines are computed once, by the threads
+// that each have a pair, while the copies are under way. How many threads there are is the plan's, and no result depends
+// on it (reduce.cuh).
+#pragma once
+
+#include "access.cuh"
+
+#include "qk/program.cuh"
+#include "reduce.cuh"
+
+namespace flashnorm {
+
+// How a kernel divides a token, fixed when it is compiled.
+template <int kThreads_, int kLanes_, bool kWhole_, bool kStaged_>
+struct QkTile {
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kLanes = kLanes_;     // of a canonical sum, a thread
+  static constexpr bool kWhole = kWhole_;    // groups of 8 elements are aligned, and all in one head
+  static constexpr bool kStaged = kStaged_;  // Q and K fit into shared memory; else they are read again
+};
+
+// The launch's own arguments, beside the program.
+struct QkGrid {
+  int64_t inner;  // tokens of one outer row
+};
+
+// Where the parts of a CTA's shared memory begin: cosines, sines, then Q and K. Pairs are rounded up to whole vectors.
+FN_HOST_DEVICE int table_pairs(const QkLayout& layout) { return (layout.pairs() + 3) / 4 * 4; }
+FN_HOST_DEVICE int table_bytes(const QkLayout& layout) { return 2 * table_pairs(layout) * int(sizeof(float)); }
+
+#if FN_KERNELS
+
+// A walk over the elements of a part, `kThreads` units at a time: where it is, as a head and a channel.
+struct Walk {
+  int head;
+  int channel;
+
+  FN_DEVICE void step(const Walk& by, int head_dim) {
+    head += by.head;
+    channel += by.channel;
+    if (channel >= head_dim) channel -= head_dim, ++head;
+  }
+};
+
+template <class Program, class Tile>
+class QkToken {
+  using X = typename Program::X;
+  using Out = typename Program::Out;
+  static constexpr int kThreads = Tile::kThreads;
+  static constexpr int kUnit = Tile::kWhole ? kGroup : 1;  // elements that are stored together
+  static constexpr bool kInterleave = Program::Options::kInterleave;
+  static constexpr Scope kScope = Program::Options::kScope;
+
+ public:
+  FN_DEVICE QkToken(const Program& program, const QkGrid& grid) : program_(program), layout_(program.layout) {
+    const int64_t token = blockIdx.x;
+    row_ = {0, token, token};
+    if (grid.inner <= token) row_.outer = token / grid.inner, row_.inner = token % grid.inner;
+    thread_ = threadIdx.x;
+    // Only once: what follows is additions.
+    const int head_dim = layout_.head_dim, first = thread_ * kUnit, all = kThreads * kUnit;
+    first_ = {first / head_dim, first % head_dim};
+    step_ = {all / head_dim, all % head_dim};
+    cos_ = reinterpret_cast<float*>(dynamic_shared());
+    sin_ = cos_ + table_pairs(layout_);
+    staged_ = reinterpret_cast<X*>(sin_ + table_pairs(layout_));
+    x_ = program_.x.row(row_);
+  }
+
+  FN_DEVICE void run() {
+    if constexpr (!Program::kCached) compute_turns();
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    stage();
+    if constexpr (Program::kCached) read_turns();
+    copy();
+    await_copies();
+    if constexpr (kScope == Scope::kHead) {
+      sync_cta();
+      by_head<kQ>();
+      by_head<kK>();
+    } else {
+      float rstd[2] = {};
+      if constexpr (kScope == Scope::kHidden) {
+        if constexpr (!Tile::kWhole) sync_cta();  // a group is what other threads have staged
+        sum(rstd);  // it waits for all threads
+      } else {
+        sync_cta();
+      }
+      all_heads<kQ>(rstd[0]);
+      all_heads<kK>(rstd[1]);
+    }
+  }
+
+ private:
+  // ---------------------------------------------------------------- sines and cosines
+  FN_DEVICE void compute_turns() {
+    const GridPlace place(layout_, row_.number);
+    for (int p = thread_; p < layout_.pairs(); p += kThreads) {
+      const Turn turn = turn_of(float(place.position(layout_, p)), layout_.frequency[p]);
+      cos_[p] = turn.cos;
+      sin_[p] = turn.sin;
+    }
+  }
+  FN_DEVICE void read_turns() {
+    const int64_t index = int64_t(program_.positions[row_]);
+    lost_ = !program_.cos_sin.has(index);
+    if (lost_) return;
+    const float* from = program_.cos_sin.row(index);
+    for (int p = thread_; p < layout_.pairs(); p += kThreads) {
+      cos_[p] = from[p];
+      sin_[p] = from[layout_.pairs() + p];
+    }
+  }
+
+  // ---------------------------------------------------------------- elements
+  // Q and K come to shared memory; `await_copies` ends it.
+  FN_DEVICE void stage() {
+    if constexpr (!Tile::kStaged) return;
+    const int count = layout_.start(kV);
+    for (int i = thread_ * kUnit; i < count; i += kThreads * kUnit) {
+      if constexpr (Tile::kWhole) {
+        start_copy(reinterpret_cast<uint4*>(staged_ + i), reinterpret_cast<const uint4*>(x_ + i));
+      } else {
+        staged_[i] = x_[i];
+      }
+    }
+  }
+  FN_DEVICE const X* element(int i) const {
+    if constexpr (Tile::kStaged) {
+      return staged_ + i;
+    } else {
+      return x_ + i;
+    }
+  }
+  // The `count` first of 8 elements from the i-th on, and +0 for the rest.
+  FN_DEVICE void read(float (&v)[kGroup], int i, int count) const {
+    if constexpr (Tile::kWhole) {
+      Pack<X, kGroup> pack;
+      detail::load<true>(pack, element(i), Whole{});
+      widen(v, pack);
+    } else {
+      FN_UNROLL
+      for (int k = 0; k < kGroup; ++k) v[k] = k < count ? widened(*element(i + k)) : 0.0f;
+    }
+  }
+
+  // V, several groups in flight.
+  FN_DEVICE void copy() const {
+    constexpr int kBatch = Tile::kWhole ? 4 : 1;
+    const int start = layout_.start(kV), count = layout_.width(kV);
+    Walk at = first_;
+    for (int i = thread_ * kUnit; i < count; i += kBatch * kThreads * kUnit) {
+      Pack<X, kUnit> pack[kBatch];
+      FN_UNROLL
+      for (int k = 0; k < kBatch; ++k) {
+        const int from = i + k * kThreads * kUnit;
+        if (from < count) read_unit(pack[k], x_ + start + from);
+      }
+      FN_UNROLL
+      for (int k = 0; k < kBatch; ++k) {
+        if (i + k * kThreads * kUnit < count) put_v(pack[k], at);
+        at.step(step_, layout_.head_dim);
+      }
+    }
+  }
+  template <int N>
+  FN_DEVICE static void read_unit(Pack<X, N>& pack, const X* from) {
+    if constexpr (N > 1) {
+      detail::load<true>(pack, from, Whole{});
+    } else {
+      pack.words[0] = from->bits;
+    }
+  }
+  template <int N>
+  FN_DEVICE void put_v(const Pack<X, N>& pack, const Walk& at) const {
+    Out* to = program_.out[kV].at(row_, at.head) + at.channel;
+    if constexpr (Program::kCoded) {
+      float v[N > 1 ? N : 4];
+      if constexpr (N > 1) {
+        widen(v, pack);
+      } else {
+        v[0] = v[1] = v[2] = v[3] = widened(X{uint16_t(pack.words[0])});
+      }
+      put(to, v, program_.v_scale);
+    } else if constexpr (N > 1) {
+      detail::store(to, pack, Whole{});
+    } else {
+      to->bits = uint16_t(pack.words[0]);
+    }
+  }
+
+  // Scaled, cast and stored: a group, or (N = 4) the first of four.
+  template <int N>
+  FN_DEVICE static void put(Out* to, float (&v)[N], float scale) {
+    if constexpr (Program::kCoded) {
+      FN_UNROLL
+      for (int i = 0; i < N; ++i) v[i] = fp::mul(v[i], scale);
+    }
+    Pack<Out, N> pack;
+    narrow(pack, v);
+    if constexpr (N == kGroup) {
+      detail::store(to, pack, Whole{});
+    } else {
+      to->bits = decltype(to->bits)(pack.words[0]);
+    }
+  }
+
+  // ---------------------------------------------------------------- sums
+  FN_DEVICE void sum(float (&rstd)[2]) const {
+    float lane[2][Tile::kLanes], sums[2];
+    RowReduce<kThreads, 1, 2> reduce(0, 0);
+    FN_UNROLL
+    for (int part = kQ; part <= kK; ++part) {
+      const int start = layout_.start(part), count = layout_.width(part);
+      FN_UNROLL
+      for (int j = 0; j < Tile::kLanes; ++j) {
+        // The lane's groups: one, unless the tile has as many lanes as a sum can have.
+        int i = (thread_ + j * kThreads) * kGroup;
+        lane[part][j] = 0.0f;
+        if (i >= count) continue;
+        Lane<Squares> squares;
+        float v[kGroup];
+        read(v, start + i, count - i);
+        squares.first(v);
+        for (i += Tile::kLanes * kThreads * kGroup; i < count; i += Tile::kLanes * kThreads * kGroup) {
+          read(v, start + i, count - i);
+          squares.next(v);
+        }
+        lane[part][j] = squares.fold(0);
+      }
+    }
+    reduce.template fold<Add>(sums, lane);
+    rstd[0] = program_.rstd(sums[0], layout_.width(kQ));
+    rstd[1] = program_.rstd(sums[1], layout_.width(kK));
+  }
+
+  // ---------------------------------------------------------------- results
+  template <int kPart>
+  FN_DEVICE void all_heads(float rstd) const {
+    const int start = layout_.start(kPart), count = layout_.width(kPart);
+    Walk at = first_;
+    for (int i = thread_ * kUnit; i < count; i += kThreads * kUnit) {
+      finish<kPart>(start + i, at, rstd);
+      at.step(step_, layout_.head_dim);
+    }
+  }
+
+  // The same where every head has a sum of its own: as many threads a head as it has lanes, at most a warp.
+  template <int kPart>
+  FN_DEVICE void by_head() const {
+    const int head_dim = layout_.head_dim, heads = layout_.heads[kPart], start = layout_.start(kPart);
+    const int lanes = lanes_of(head_dim), team = lanes < 32 ? lanes : 32;
+    const int mine = thread_ & (team - 1), teams = kThreads / team;
+    // Whole warps: shuffles need all threads.
+    for (int first = 0; first < heads; first += teams) {
+      const int head = first + thread_ / team;
+      const int begin = start + head * head_dim;
+      const bool there = head < heads;
+      float sum = fold_part_of_warp<Add>(there ? lane_sum(begin, mine) : 0.0f, team);
+      if (lanes > 32) sum = fp::add(sum, fold_part_of_warp<Add>(there ? lane_sum(begin, mine + 32) : 0.0f, team));
+      if (!there) continue;
+      const float rstd = program_.rstd(sum, head_dim);
+      for (int c = mine * kUnit; c < head_dim; c += team * kUnit) finish<kPart>(begin + c, {head, c}, rstd);
+    }
+  }
+  FN_DEVICE float lane_sum(int begin, int lane) const {
+    const int left = layout_.head_dim - lane * kGroup;
+    if (left <= 0) return 0.0f;
+    float v[kGroup];
+    read(v, begin + lane * kGroup, left);
+    Lane<Squares> squares;
+    squares.first(v);
+    return squares.fold(0);
+  }
+
+  // What comes of the unit of elements that begins at the i-th of the token.
+  template <int kPart>
+  FN_DEVICE void finish(int i, const Walk& at, float rstd) const {
+    Out* to = program_.out[kPart].at(row_, at.head) + at.channel;
+    if constexpr (Tile::kWhole) {
+      float v[kGroup];
+      value<kPart>(v, i, at, rstd);
+      if (at.channel < layout_.rotary_dim) turn<kPart>(v, i, at, rstd);
+      if (Program::kCached && lost_) lose(v);
+      put(to, v, program_.q_scale);
+    } else {
+      float v[2], out[4];
+      const int partner = partner_of(at.channel);
+      value_pair<kPart>(v, i, at, partner, rstd);
+      out[0] = v[0];
+      if (at.channel < layout_.rotary_dim) {
+        const int half = layout_.pairs();
+        const bool low = partner > at.channel;
+        const int pair = kInterleave ? at.channel / 2 : low ? at.channel : at.channel - half;
+        const float sin = sin_[pair];
+        out[0] = turned(v[0], v[1], cos_[pair], low ? -sin : sin);
+        if (layout_.attention != 1.0f) out[0] = fp::mul(out[0], layout_.attention);
+      }
+      out[1] = out[2] = out[3] = out[0];
+      if (Program::kCached && lost_) lose(out);
+      put(to, out, program_.q_scale);
+    }
+  }
+
+  template <int N>
+  FN_DEVICE static void lose(float (&v)[N]) {
+    FN_UNROLL
+    for (int k = 0; k < N; ++k) v[k] = float_of(kNanWord);
+  }
+
+  // The channel that a channel turns with; itself where it does not turn.
+  FN_DEVICE int partner_of(int channel) const {
+    const int half = layout_.pairs();
+    if (channel >= layout_.rotary_dim) return channel;
+    if (kInterleave) return channel ^ 1;
+    return channel < half ? channel + half : channel - half;
+  }
+
+  // v of a group, before it turns.
+  template <int kPart>
+  FN_DEVICE void value(float (&v)[kGroup], int i, const Walk& at, float rstd) const {
+    using W = WeightOf<Program, kPart>;
+    float gain[kGroup] = {};
+    if constexpr (!std::is_void_v<W>) {
+      Pack<W, kGroup> pack;
+      detail::load<false>(pack, program_.template weight<kPart>().at(at.head) + at.channel, Whole{});
+      widen(gain, pack);
+    }
+    read(v, i, kGroup);
+    normalize<Program, kPart>(v, gain, rstd);
+  }
+  // v of a channel and of its partner.
+  template <int kPart>
+  FN_DEVICE void value_pair(float (&v)[2], int i, const Walk& at, int partner, float rstd) const {
+    using W = WeightOf<Program, kPart>;
+    float gain[2] = {};
+    if constexpr (!std::is_void_v<W>) {
+      const W* from = program_.template weight<kPart>().at(at.head);
+      gain[0] = widened(from[at.channel]);
+      gain[1] = widened(from[partner]);
+    }
+    v[0] = widened(*element(i));
+    v[1] = widened(*element(i + partner - at.channel));
+    normalize<Program, kPart>(v, gain, rstd);
+  }
+
+  template <int kPart>
+  FN_DEVICE void turn(float (&v)[kGroup], int i, const Walk& at, float rstd) const {
+    if constexpr (kInterleave) {
+      float cos[kGroup / 2], sin[kGroup / 2];
+      four(cos, cos_ + at.channel / 2);
+      four(sin, sin_ + at.channel / 2);
+      FN_UNROLL
+      for (int k = 0; k < kGroup / 2; ++k) {
+        const float a = v[2 * k], b = v[2 * k + 1];
+        v[2 * k] = turned(a, b, cos[k], -sin[k]);
+        v[2 * k + 1] = turned(b, a, cos[k], sin[k]);
+      }
+    } else {
+      const int half = layout_.pairs();
+      const bool low = at.channel < half;
+      const int away = low ? half : -half, pair = low ? at.channel : at.channel - half;
+      float other[kGroup];
+      value<kPart>(other, i + away, {at.head, at.channel + away}, rstd);
+      FN_UNROLL
+      for (int k = 0; k < kGroup; k += 4) {
+        float cos[4], sin[4];
+        four(cos, cos_ + pair + k);
+        four(sin, sin_ + pair + k);
+        FN_UNROLL
+        for (int l = 0; l < 4; ++l) v[k + l] = turned(v[k + l], other[k + l], cos[l], low ? -sin[l] : sin[l]);
+      }
+    }
+    if (layout_.attention != 1.0f) {
+      FN_UNROLL
+      for (int k = 0; k < kGroup; ++k) v[k] = fp::mul(v[k], layout_.attention);
+    }
+  }
+  FN_DEVICE static void four(float (&v)[4], const float* from) {
+    const float4 all = *reinterpret_cast<const float4*>(from);
+    v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
+  }
+
+  const Program& program_;
+  const QkLayout& layout_;
+  Row row_;
+  int thread_;
+  Walk first_;  // this thread's first unit of a part
+  Walk step_;   // and how far it is to the next one
+  float* cos_;
+  float* sin_;
+  X* staged_;
+  const X* x_;
+  bool lost_ = false;
+};
+
+template <class Program, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads)
+    qk_norm_rope(const __grid_constant__ Program program, const __grid_constant__ QkGrid grid) {
+  QkToken<Program, Tile>(program, grid).run();
+}
+
+#endif  // FN_KERNELS
+
+}  // namespace flashnorm
