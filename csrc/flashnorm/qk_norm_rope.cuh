@@ -117,15 +117,21 @@ class QkToken {
   }
 
   // ---------------------------------------------------------------- elements
-  // Q and K come to shared memory; `await_copies` ends it.
+  // Q and K come to shared memory; `await_copies` ends it. Each by itself: whole groups are copied by the thread that
+  // sums them, which then waits for no other.
   FN_DEVICE void stage() {
     if constexpr (!Tile::kStaged) return;
-    const int count = layout_.start(kV);
-    for (int i = thread_ * kUnit; i < count; i += kThreads * kUnit) {
-      if constexpr (Tile::kWhole) {
-        start_copy(reinterpret_cast<uint4*>(staged_ + i), reinterpret_cast<const uint4*>(x_ + i));
-      } else {
-        staged_[i] = x_[i];
+    FN_UNROLL
+    for (int part = kQ; part <= kK; ++part) {
+      const X* from = x_ + layout_.start(part);
+      X* to = staged_ + layout_.start(part);
+      const int count = layout_.width(part);
+      for (int i = thread_ * kUnit; i < count; i += kThreads * kUnit) {
+        if constexpr (Tile::kWhole) {
+          start_copy(reinterpret_cast<uint4*>(to + i), reinterpret_cast<const uint4*>(from + i));
+        } else {
+          to[i] = from[i];
+        }
       }
     }
   }
