@@ -48,6 +48,15 @@ def yarn_frequencies(count: int, base: float, factor: float, low: float, high: f
     return frequencies
 
 
+def yarn_range(count: int, base: float, trained: int, fast: float = 32.0, slow: float = 1.0) -> tuple[float, float]:
+    """The pairs that turn `fast` and `slow` times within `trained` tokens, rounded outwards."""
+
+    def pair(rotations: float) -> float:
+        return count * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    return float(max(math.floor(pair(fast)), 0)), float(min(math.ceil(pair(slow)), count - 1))
+
+
 def grid_angles(tokens: int, grid: tuple[int, ...], per_axis: list[list[float]]) -> torch.Tensor:
     """[tokens, pairs]: frames, rows, columns, the last fastest."""
     out = []

@@ -226,7 +226,8 @@ def _elsewhere(unless: Sequence[str], only: Mapping[str, Any]) -> str:
 
 def _same(name: str) -> str:
     """Whether an option is what it was. Mostly the same object; only words, flags and numbers are compared."""
-    return f"({name} is {name}_seen or {name}.__class__ in (str, bool, int, float) and {name} == {name}_seen)"
+    compared = f"{name}.__class__ in (str, bool, int, float) and {name}.__class__ is {name}_seen.__class__"
+    return f"({name} is {name}_seen or {compared} and {name} == {name}_seen)"
 
 
 def _bumps(written: Sequence[tuple[str, bool]]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from flashnorm.core import checks, dispatch, fastpath, guard, plan
-from flashnorm.program import ENCODED, Operand, Program
+from flashnorm.program import ENCODED, Operand, Program, RowProgram
 
 F = TypeVar("F", bound=Callable[..., Any])
 OPS: dict[str, Op] = {}  # the operators that are public functions, by name
@@ -54,6 +54,7 @@ class Op:
         functional: the operator that computes the same into new tensors, each `like` an operand that this
             one overwrites. Compilers get that one: they have been seen to drop a clone and hand one tensor
             in twice where two arguments are mutated.
+        by_rows: its program is a row program.
         public: is a public function of the package under this name.
         called: the public function that users know it by, where that has another name.
     """
@@ -90,6 +91,7 @@ class Op:
         self.functional = functional
         first = {key: next(iter(values.values())) for key, values in options.items()}
         full = program(_Everything(), first)
+        self.by_rows = isinstance(full, RowProgram)
         self.operands: tuple[Operand, ...] = full.operands()
         self._index = {o.name: i for i, o in enumerate(self.operands)}
         self.optional = tuple(name for name in optional if name in self._index)
@@ -234,7 +236,7 @@ class Op:
         """The registered operator, which carries 8-bit floating-point tensors as bytes, and their dtypes as words."""
         words = [checks.dtype_name(tensors[i]) for i in self.encoded]
         passed = [t.view(torch.uint8) if i in self.encoded else t for i, t in enumerate(tensors)]
-        self.overload(*passed, *scalars, *options.values(), pdl, *words)
+        self.overload(*passed, *scalars, *map(str, options.values()), pdl, *words)
 
     def _spread(self, args: Sequence[Any]) -> list[Any]:
         """A public call's arguments, each that may be tensor or number as both."""

@@ -31,12 +31,15 @@ def _program(present: programs.Present, options: programs.Options, *, cached: bo
     return QkNormRope(layout.scope, layout.interleave, cached, *weights, coded, layout)
 
 
+_WITHOUT: dict[bool, dict[str, Any]] = {True: {}, False: {"positions": None, "cos_sin_cache": None}}
+
+
 def _declare(cached: bool, coded: bool) -> Op:
     """One operator for each way to come by sines and cosines, and for each kind of result: a call has one of each."""
     return Op(
         NAME + ("_cached" if cached else "") + ("_fp8" if coded else ""),
         program=functools.partial(_program, cached=cached, coded=coded),
-        reference=functools.partial(reference.fused_qk_rmsnorm_rope, **({} if cached else _UNCACHED)),
+        reference=functools.partial(reference.fused_qk_rmsnorm_rope, **_WITHOUT[cached]),
         options={"numerics": NUMERICS, "layout": QkLayouts()},
         optional=("q_weight", "k_weight"),
         routes=("cuda", "cpu", "torch"),
@@ -46,7 +49,6 @@ def _declare(cached: bool, coded: bool) -> Op:
     )
 
 
-_UNCACHED = {"positions": None, "cos_sin_cache": None}
 QK = _declare(False, False)
 QK_FP8 = _declare(False, True)
 QK_CACHED = _declare(True, False)
@@ -60,10 +62,11 @@ _SEEN = (
     "is_qk_norm", "norm_scope",
 )  # fmt: skip
 
+_ONLY = {"output_fp8": False, "output_quant_scale": 1.0, "v_quant_scale": 1.0}
 _TAILS = {f"{part}_out": (f"num_heads_{part}", "head_dim") for part in "qkv"}
 
 
-@QK.warm(seen=_SEEN, unless=("positions", "cos_sin_cache"), only={"output_fp8": False}, tails=_TAILS)
+@QK.warm(seen=_SEEN, unless=("positions", "cos_sin_cache"), only=_ONLY, tails=_TAILS)
 def fused_qk_rmsnorm_rope(
     qkv: torch.Tensor,
     q_weight: torch.Tensor | None,
@@ -189,7 +192,7 @@ def supports_fused_qk_rmsnorm_rope(qkv: Any, q_weight: Any = None, k_weight: Any
         cache, positions = get("cos_sin_cache"), get("positions")
         cached = cache is not None or positions is not None
         rotary = _check_cache(cache, positions) if cached else None
-        defaults = {"base": 1e4, "interleave": True, "factor": 1.0, "attention_factor": 1.0, "low": 0.0, "high": 0.0}
+        defaults: dict[str, Any] = {"base": 1e4, "interleave": True, "factor": 1.0, "attention_factor": 1.0, "low": 0.0, "high": 0.0}
         defaults |= {"is_qk_norm": True, "norm_scope": "hidden"}
         layout = _text(*(get(name, defaults.get(name)) for name in _SEEN), rotary)
         op = {QK.checked: QK, _FP8: QK_FP8, _CACHED: QK_CACHED, _CACHED_FP8: QK_CACHED_FP8}[
@@ -250,16 +253,16 @@ def _check_cache(cache: Any, positions: Any) -> int:
 def _text(*parameters: Any) -> str:
     """The layout of a call as an option of the operators; `_layout` says what parameters there are."""
     if torch.compiler.is_compiling():
-        return _layout(*parameters).text()
+        return str(_layout(*parameters))
     try:
         return _known_text(*parameters)
     except TypeError:  # something that cannot be hashed: it is wrong, and is named
-        return _layout(*parameters).text()
+        return str(_layout(*parameters))
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def _known_text(*parameters: Any) -> str:
-    return _layout(*parameters).text()
+    return str(_layout(*parameters))
 
 
 def _layout(

@@ -71,7 +71,7 @@ class QkLayout:
         """Tokens of one grid."""
         return math.prod(self.grid)
 
-    def text(self) -> str:
+    def __str__(self) -> str:
         """The layout as a word; `layout_of` reads it."""
         integers = (*self.heads, self.head_dim, self.rotary_dim, int(self.interleave), *self.grid, *self.channels)
         numbers = (self.base, self.factor, self.low, self.high, self.attention_factor)
@@ -146,7 +146,7 @@ class QkLayouts(Mapping[Any, QkLayout]):
     def __iter__(self) -> Iterator[str]:
         for scope in SCOPES:
             for interleave in (True, False):
-                yield QkLayout((24, 24, 24), 128, scope, interleave, 128, (1, 1, 1), (44, 42, 42)).text()
+                yield str(QkLayout((24, 24, 24), 128, scope, interleave, 128, (1, 1, 1), (44, 42, 42)))
 
     def __len__(self) -> int:
         return 2 * len(SCOPES)
@@ -238,7 +238,7 @@ class QkNormRope:
 
     def data(self) -> dict[str, Any]:
         """As plain data, for a recipe."""
-        return {**asdict(self), "layout": self.layout and self.layout.text()}
+        return {**asdict(self), "layout": self.layout and str(self.layout)}
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> QkNormRope:
