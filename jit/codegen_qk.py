@@ -39,7 +39,9 @@ def unit(program: QkNormRope, types: Sequence[str], route: str) -> str:
         *(type_of.get(n, "void") for n in ("q_weight", "k_weight", "positions")),
         type_of["q_out"],
     ]
-    outs = [bound(name, f"heads<{type_of[name]}>", part) for name, part in zip(names[-3:], ("kQ", "kK", "kV"))]
+    outs = [
+        bound(name, f"heads<{type_of[name]}>", part) for name, part in zip(names[-3:], ("kQ", "kK", "kV"), strict=True)
+    ]
     members = {
         "x": bound("x", f"row<{type_of['x']}>"),
         "q_weight": bound("q_weight", f"gain<{type_of.get('q_weight')}>", "kQ"),

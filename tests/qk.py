@@ -138,9 +138,7 @@ class Problem:
             gain = None if weight is None else weight.expand(part.shape[1:])
             made.append(part_bits(part, gain, sine, cosine, **more))
         made.append(copy_bits(v, SCALES[1] if case.coded else None))
-        return tuple(
-            t.reshape(*self.lead, n, case.head_dim) for t, n in zip(made, case.heads, strict=True)
-        )
+        return tuple(t.reshape(*self.lead, n, case.head_dim) for t, n in zip(made, case.heads, strict=True))
 
     def parts(self) -> tuple[torch.Tensor, ...]:
         """Q, K and V, [tokens, heads, head_dim]."""

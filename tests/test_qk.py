@@ -115,7 +115,9 @@ def test_accuracy(case: Case, route: str, device: torch.device) -> None:
 
 
 # ------------------------------------------------------------------ layouts
-@pytest.mark.parametrize("layout", ["misaligned", "half", "other half", "odd rows", "transposed", "every other", "last 2"])
+@pytest.mark.parametrize(
+    "layout", ["misaligned", "half", "other half", "odd rows", "transposed", "every other", "last 2"]
+)
 @pytest.mark.parametrize("kind", [*KINDS, CASES[7]], ids=str)
 def test_layouts_of_the_input(kind: Case, layout: str, exact_route: str, device: torch.device) -> None:
     problem = Problem(kind)

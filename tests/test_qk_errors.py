@@ -15,6 +15,10 @@ CASE = Case()
 TABLE = Case(rotary=32)
 
 
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
 def arguments(case: Case = CASE, device: torch.device | str = "cpu") -> dict[str, Any]:
     """A good call, with its results given and poisoned."""
     problem = Problem(case)
@@ -28,11 +32,20 @@ def arguments(case: Case = CASE, device: torch.device | str = "cpu") -> dict[str
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no tensor": ({"qkv": 3}, TypeError, "qkv must be a torch.Tensor, got int"),
-    "dtype": ({"qkv": torch.zeros(2, 30, 576)}, ValueError, "qkv must have dtype float16 or bfloat16, got float32"),
-    "rank": ({"qkv": torch.zeros(30 * 576).bfloat16()}, ValueError, r"qkv must be \[num_tokens, C\] or"),
-    "width": ({"qkv": torch.zeros(2, 30, 640).bfloat16()}, ValueError, r"qkv must have a last dimension of \(4 \+ 2 \+ 3\) \* 64 = 576, got 640"),
-    "tokens of a sequence": ({"qkv": torch.zeros(2, 29, 576).bfloat16()}, ValueError, "ppf \\* pph \\* ppw = 30 tokens a sequence, got 29"),
-    "tokens": ({"qkv": torch.zeros(59, 576).bfloat16()}, ValueError, "multiple of ppf \\* pph \\* ppw = 30 tokens, got 59"),
+    "dtype": (
+        {"qkv": zeros(2, 30, 576, dtype=torch.float32)}, ValueError,
+        "qkv must have dtype float16 or bfloat16, got float32",
+    ),
+    "rank": ({"qkv": torch.zeros(17280).bfloat16()}, ValueError, r"qkv must be \[num_tokens, C\] or"),
+    "width": (
+        {"qkv": zeros(2, 30, 640)}, ValueError,
+        r"qkv must have a last dimension of \(4 \+ 2 \+ 3\) \* 64 = 576, got 640",
+    ),
+    "tokens of a sequence": (
+        {"qkv": zeros(2, 29, 576)}, ValueError,
+        "ppf \\* pph \\* ppw = 30 tokens a sequence, got 29",
+    ),
+    "tokens": ({"qkv": zeros(59, 576)}, ValueError, "multiple of ppf \\* pph \\* ppw = 30 tokens, got 59"),
     "head_dim": ({"head_dim": 63}, ValueError, "head_dim must be even, got 63"),
     "wide head": ({"head_dim": 514}, ValueError, "head_dim must be 2 to 512, got 514"),
     "head_dim type": ({"head_dim": 64.0}, TypeError, "head_dim must be an int, got float"),
@@ -56,20 +69,35 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unused scale": ({"output_quant_scale": 2.0}, ValueError, "output_quant_scale goes with output_fp8=True, got 2.0"),
     "numerics": ({"numerics": "exact"}, ValueError, "numerics must be one of"),
     "pdl": ({"enable_pdl": 1}, ValueError, "enable_pdl must be None, True or False, got 1"),
-    "weight shape": ({"q_weight": torch.zeros(64).bfloat16()}, ValueError, r"q_weight must have shape \(4, 64\) or \(256,\), got \(64,\)"),
+    "weight shape": (
+        {"q_weight": zeros(64)}, ValueError,
+        r"q_weight must have shape \(4, 64\) or \(256,\), got \(64,\)",
+    ),
     "weight dtype": ({"k_weight": torch.zeros(128).double()}, ValueError, "k_weight must have dtype"),
-    "out shape": ({"q_out": torch.zeros(2, 30, 4, 63).bfloat16()}, ValueError, r"q_out must have shape \(2, 30, 4, 64\), got"),
-    "out dtype": ({"v_out": torch.zeros(2, 30, 3, 64).half()}, ValueError, "v_out must have dtype bfloat16, got float16"),
-    "out overlaps itself": ({"k_out": torch.zeros(2, 30, 1, 64).bfloat16().expand(2, 30, 2, 64)}, ValueError, "k_out is written"),
-    "half a table": ({"positions": torch.zeros(2, 30).long()}, TypeError, "cos_sin_cache and positions come together; cos_sin_cache must be"),
+    "out shape": ({"q_out": zeros(2, 30, 4, 63)}, ValueError, r"q_out must have shape \(2, 30, 4, 64\), got"),
+    "out dtype": (
+        {"v_out": zeros(2, 30, 3, 64, dtype=torch.half)}, ValueError,
+        "v_out must have dtype bfloat16, got float16",
+    ),
+    "out overlaps itself": ({"k_out": zeros(2, 30, 1, 64).expand(2, 30, 2, 64)}, ValueError, "k_out is written"),
+    "half a table": (
+        {"positions": torch.zeros(2, 30).long()}, TypeError,
+        "cos_sin_cache and positions come together; cos_sin_cache must be",
+    ),
 }  # fmt: skip
 WRONG_TABLE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "grid too": ({"ppf": 1}, ValueError, "ppf does not go with cos_sin_cache, got 1"),
     "factor too": ({"factor": 2.0}, ValueError, "factor does not go with cos_sin_cache"),
-    "columns": ({"cos_sin_cache": torch.zeros(11, 66)}, ValueError, "an even number of columns, 2 to head_dim = 64, got 66"),
+    "columns": (
+        {"cos_sin_cache": torch.zeros(11, 66)}, ValueError,
+        "an even number of columns, 2 to head_dim = 64, got 66",
+    ),
     "odd columns": ({"cos_sin_cache": torch.zeros(11, 31)}, ValueError, "an even number of columns"),
-    "rank": ({"cos_sin_cache": torch.zeros(11)}, ValueError, r"cos_sin_cache must have shape \(P, rotary_dim\), got \(11,\)"),
-    "dtype": ({"cos_sin_cache": torch.zeros(11, 32).bfloat16()}, ValueError, "cos_sin_cache must have dtype float32"),
+    "rank": (
+        {"cos_sin_cache": torch.zeros(11)}, ValueError,
+        r"cos_sin_cache must have shape \(P, rotary_dim\), got \(11,\)",
+    ),
+    "dtype": ({"cos_sin_cache": zeros(11, 32)}, ValueError, "cos_sin_cache must have dtype float32"),
     "positions dtype": ({"positions": torch.zeros(2, 7)}, ValueError, "positions must have dtype int32 or int64"),
     "positions shape": ({"positions": torch.zeros(2, 6).long()}, ValueError, "positions must have shape"),
     "no positions": ({"positions": None}, TypeError, "cos_sin_cache and positions come together; positions must be"),

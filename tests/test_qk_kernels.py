@@ -67,7 +67,10 @@ def launch(emulated: Emulated, problem: Problem, *, misaligned: bool = False) ->
     x = problem.x
     if misaligned:
         x = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
-    made = [torch.empty(*problem.lead, n, case.head_dim, dtype=torch.float8_e4m3fn if case.coded else x.dtype) for n in case.heads]
+    made = [
+        torch.empty(*problem.lead, n, case.head_dim, dtype=torch.float8_e4m3fn if case.coded else x.dtype)
+        for n in case.heads
+    ]
     for out in made:
         out.view(torch.uint8).fill_(0xFF)
     given = {"x": x, **problem.weights, "positions": problem.positions, "cos_sin_cache": problem.cache}
@@ -137,9 +140,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     full = metafunc.config.getoption("--full")
     pairs = [(arch, name) for arch in ("sm_75", *ARCHS) for name in KERNELS]
-    metafunc.parametrize(
-        ("arch", "name"), [(a, n) for a, n in pairs if full or n == "neox_codes" or a == "sm_90a"]
-    )
+    metafunc.parametrize(("arch", "name"), [(a, n) for a, n in pairs if full or n == "neox_codes" or a == "sm_90a"])
 
 
 def test_compiles_without_a_stack_and_moves_16_bytes(arch: str, name: str, tmp_path: Path) -> None:

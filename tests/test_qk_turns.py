@@ -44,7 +44,9 @@ def test_every_position(base: float) -> None:
 def test_every_angle_of_a_turn() -> None:
     """All fp32 numbers of an eighth of a turn, by the largest frequency's two floats: quarter turns as they are."""
     step = np.arange(np.float32(0.25).view(np.int32), np.float32(0.5).view(np.int32) + 1, 7, dtype=np.int32)
-    y = np.concatenate([step.view(np.float32), -step.view(np.float32), np.linspace(-0.5, 0.5, 100_001, dtype=np.float32)])
+    y = np.concatenate(
+        [step.view(np.float32), -step.view(np.float32), np.linspace(-0.5, 0.5, 100_001, dtype=np.float32)]
+    )
     sine, cosine = turns(np.float32(1), y, np.float32(0))
     angle = y.astype(np.float64) * (math.pi / 2)
     assert np.abs(sine - np.sin(angle)).max() <= 1e-7 and np.abs(cosine - np.cos(angle)).max() <= 1e-7
@@ -68,7 +70,12 @@ def test_yarn_is_that_of_transformers(factor: float, trained: int, monkeypatch: 
     rope = pytest.importorskip("transformers.modeling_rope_utils")
     transformers = pytest.importorskip("transformers")
     width, base = 128, 10000.0
-    parameters = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained, "rope_theta": base}
+    parameters = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": trained,
+        "rope_theta": base,
+    }
     config = transformers.LlamaConfig(
         head_dim=width, hidden_size=4 * width, num_attention_heads=4, rope_theta=base,
         max_position_embeddings=int(factor * trained), rope_scaling=parameters,

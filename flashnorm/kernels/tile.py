@@ -215,7 +215,7 @@ def sm_of(arch: str) -> int:
 
 def needs_of(variant: Variant) -> Needs:
     """What a variant asks of its tiles."""
-    program, load = variant.program, variant.program.load
+    program, load = variant.row_program, variant.row_program.load
     rows = [o for o in load.operands() if o.kind in ("row", "pool") and o.mode != "out"]
     loaded = tuple(WIDTH[variant.dtype(o.name)] for o in rows)
     if isinstance(load, AddResidual):  # its storage dtype, or an unrounded fp32 sum

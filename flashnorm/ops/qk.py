@@ -192,7 +192,14 @@ def supports_fused_qk_rmsnorm_rope(qkv: Any, q_weight: Any = None, k_weight: Any
         cache, positions = get("cos_sin_cache"), get("positions")
         cached = cache is not None or positions is not None
         rotary = _check_cache(cache, positions) if cached else None
-        defaults: dict[str, Any] = {"base": 1e4, "interleave": True, "factor": 1.0, "attention_factor": 1.0, "low": 0.0, "high": 0.0}
+        defaults: dict[str, Any] = {
+            "base": 1e4,
+            "interleave": True,
+            "factor": 1.0,
+            "attention_factor": 1.0,
+            "low": 0.0,
+            "high": 0.0,
+        }
         defaults |= {"is_qk_norm": True, "norm_scope": "hidden"}
         layout = _text(*(get(name, defaults.get(name)) for name in _SEEN), rotary)
         op = {QK.checked: QK, _FP8: QK_FP8, _CACHED: QK_CACHED, _CACHED_FP8: QK_CACHED_FP8}[
@@ -337,7 +344,8 @@ def _layout(
             raise ValueError(f"{NAME}: {name} must be even, got {count}")
     if sum(parts) != width:
         raise ValueError(
-            f"{NAME}: num_frame_channels, num_height_channels and num_width_channels must sum to head_dim = {width}, got {parts}"
+            f"{NAME}: num_frame_channels, num_height_channels and num_width_channels must sum to head_dim = {width}, "
+            f"got {parts}"
         )
     layout = QkLayout((q, k, v), width, scope, interleave, width, sizes, parts, **yarn)  # type: ignore[arg-type]
     return layout

@@ -175,6 +175,17 @@ class Variant:
     row_vecs: tuple[str, ...] = ()
     vec: int = 8
 
+    @property
+    def row_program(self) -> RowProgram:
+        """The program, which is one of rows.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if not isinstance(self.program, RowProgram):
+            raise ValueError(f"{self.program.name} is no row program")
+        return self.program
+
     def dtype(self, name: str) -> str:
         for operand, dtype in zip(self.program.operands(), self.dtypes, strict=True):
             if operand.name == name:

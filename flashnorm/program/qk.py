@@ -78,7 +78,7 @@ class QkLayout:
         return f"{self.scope};{_listed(integers)};{_listed(numbers)}"
 
     def integers(self) -> list[int]:
-        """What a kernel is bound with: heads, head_dim, rotary_dim, grid, and the first pair of the 2nd and 3rd axis."""
+        """What a kernel is bound with: heads, head_dim, rotary_dim, grid, the first pairs of the 2nd and 3rd axis."""
         grid, channels = self.grid or (1, 1, 1), self.channels or (0, 0, 0)
         return [*self.heads, self.head_dim, self.rotary_dim, *grid, channels[0] // 2, (channels[0] + channels[1]) // 2]
 
