@@ -8,7 +8,7 @@ from functools import partial
 
 import flashnorm
 
-from . import rivals
+from . import qk, rivals
 from .bars import BARE, CUDA, Bars, Shape
 from .entry import Bench, Bind, Buffers
 from .measure import Call
@@ -229,6 +229,7 @@ _ENTRIES = (
         lambda t: partial(flashnorm.rmsnorm_mxfp8_quant, t.x, t.weight, t.out, t.scale, EPS),
         rivals.rmsnorm_mxfp8,
     ),
+    *qk.ENTRIES,
 )  # fmt: skip
 BENCHES: dict[str, Bench] = {entry.name: entry for entry in _ENTRIES}
 
