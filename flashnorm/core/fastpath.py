@@ -148,7 +148,8 @@ def warm(
             allocate.append(f"{n} = None")
         elif tails and o.name in tails:
             sizes = ", ".join(tails[o.name])
-            allocate.append(f"{n} = {x}.new_empty((*{x}.shape[:-1], {sizes})) if {n} is None else {n}")
+            dtype = f", dtype=dtypes[{n!r}]" if len(o.dtypes) == 1 else ""
+            allocate.append(f"{n} = {x}.new_empty((*{x}.shape[:-1], {sizes}){dtype}) if {n} is None else {n}")
         elif o.mode == "out" and o.like and o.name not in op.optional and o.kind not in TAILED:
             allocate.append(f"{n} = empty_like({local[o.like] if o.like else x}) if {n} is None else {n}")
     written = [o.name for o in op.operands if o.written]
@@ -194,16 +195,21 @@ def warm(
         "ABSENT": ABSENT,
         "split": functools.partial(split, op),
         "recent": recent,
-        "cold": _named(cold) if any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters) else cold,
+        "cold": _named(cold, parameters),
         "defaults": {p.name: p.default for p in parameters},
+        "dtypes": {local[o.name]: getattr(torch, o.dtypes[0]) for o in op.operands if o.name in (tails or ())},
     }
     exec(compile(text, f"<flashnorm {op.name}>", "exec"), scope)  # our own text
     call: Any = functools.wraps(cold)(scope[op.name])
+    call.is_warm = True
     return call
 
 
-def _named(cold: Callable[..., Any]) -> Callable[..., Any]:
+def _named(cold: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
     """The function behind, which says what keyword is lacking: those that were left out are left out again."""
+    required = any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters)
+    if not required or hasattr(cold, "is_warm"):  # another warm call takes ABSENT as it is
+        return cold
 
     def call(*args: Any, **more: Any) -> Any:
         return cold(*args, **{name: value for name, value in more.items() if value is not ABSENT})

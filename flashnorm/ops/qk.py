@@ -53,7 +53,7 @@ QK = _declare(False, False)
 QK_FP8 = _declare(False, True)
 QK_CACHED = _declare(True, False)
 QK_CACHED_FP8 = _declare(True, True)
-_FP8, _CACHED, _CACHED_FP8 = (op.behind() for op in (QK_FP8, QK_CACHED, QK_CACHED_FP8))
+_CACHED, _CACHED_FP8 = QK_CACHED.behind(), QK_CACHED_FP8.behind()
 
 # Parameters that make the layout, in the order of `_layout`; a warm call compares them.
 _SEEN = (
@@ -62,11 +62,13 @@ _SEEN = (
     "is_qk_norm", "norm_scope",
 )  # fmt: skip
 
-_ONLY = {"output_fp8": False, "output_quant_scale": 1.0, "v_quant_scale": 1.0}
+_TABLE = ("positions", "cos_sin_cache")
+_UNSCALED = {"output_fp8": False, "output_quant_scale": 1.0, "v_quant_scale": 1.0}
 _TAILS = {f"{part}_out": (f"num_heads_{part}", "head_dim") for part in "qkv"}
 
 
-@QK.warm(seen=_SEEN, unless=("positions", "cos_sin_cache"), only=_ONLY, tails=_TAILS)
+@QK.warm(seen=_SEEN, unless=_TABLE, only=_UNSCALED, tails=_TAILS)
+@QK_FP8.warm(seen=_SEEN, unless=_TABLE, only={"output_fp8": True}, tails=_TAILS)
 def fused_qk_rmsnorm_rope(
     qkv: torch.Tensor,
     q_weight: torch.Tensor | None,
@@ -172,14 +174,14 @@ def fused_qk_rmsnorm_rope(
     numbers = (eps, output_quant_scale, v_quant_scale)
     if cached:
         check_bounds(QK_CACHED, "positions", positions, cos_sin_cache.shape[0])  # type: ignore[union-attr]
-    more: dict[str, Any] = {"seen": seen} if call == QK.checked else {}
+    more: dict[str, Any] = {} if cached else {"seen": seen}
     made: tuple[Tensor, Tensor, Tensor] = call(*operands, *numbers, numerics, layout, enable_pdl, **more)
     return made
 
 
 _CALLS: dict[tuple[bool, bool], Callable[..., Any]] = {
     (False, False): QK.checked,
-    (False, True): _FP8,
+    (False, True): QK_FP8.checked,
     (True, False): _CACHED,
     (True, True): _CACHED_FP8,
 }
@@ -202,9 +204,8 @@ def supports_fused_qk_rmsnorm_rope(qkv: Any, q_weight: Any = None, k_weight: Any
         }
         defaults |= {"is_qk_norm": True, "norm_scope": "hidden"}
         layout = _text(*(get(name, defaults.get(name)) for name in _SEEN), rotary)
-        op = {QK.checked: QK, _FP8: QK_FP8, _CACHED: QK_CACHED, _CACHED_FP8: QK_CACHED_FP8}[
-            _CALLS[cached, bool(get("output_fp8", False))]
-        ]
+        ops = {(False, False): QK, (False, True): QK_FP8, (True, False): QK_CACHED, (True, True): QK_CACHED_FP8}
+        op = ops[cached, bool(get("output_fp8", False))]
         given = {"x": qkv, "q_weight": q_weight, "k_weight": k_weight, **arguments}
         tensors = [given.get(operand.name) for operand in op.operands]
         outs = {"q_out", "k_out", "v_out"}
