@@ -25,15 +25,20 @@ class QkToken {
   static constexpr Scope kScope = Program::Options::kScope;
 
  public:
-  FN_DEVICE QkToken(const Program& program, const QkGrid& grid) : program_(program), layout_(program.layout) {
-    const int64_t token = blockIdx.x;
-    row_ = {0, token, token};
-    if (grid.inner <= token) row_.outer = token / grid.inner, row_.inner = token % grid.inner;
+  FN_DEVICE QkToken(const Program& program, const QkGrid& grid)
+      : program_(program), layout_(program.layout), grid_(grid) {
+    const uint32_t token = blockIdx.x, outer = grid.inner.quotient(token);
+    row_ = {outer, token - outer * grid.inner.divisor, token};
     thread_ = threadIdx.x;
     // Only once: what follows is additions.
     const int head_dim = layout_.head_dim, first = thread_ * kUnit, all = kThreads * kUnit;
-    first_ = {first / head_dim, first % head_dim};
-    step_ = {all / head_dim, all % head_dim};
+    if constexpr (Tile::kSteady) {
+      first_ = {first >> grid.head_shift, first & (head_dim - 1)};
+      step_ = {all >> grid.head_shift, 0};
+    } else {
+      first_ = {first / head_dim, first % head_dim};
+      step_ = {all / head_dim, all % head_dim};
+    }
     cos_ = reinterpret_cast<float*>(dynamic_shared());
     sin_ = cos_ + table_pairs(layout_);
     staged_ = reinterpret_cast<X*>(sin_ + table_pairs(layout_));
@@ -50,8 +55,9 @@ class QkToken {
     await_copies();
     if constexpr (kScope == Scope::kHead) {
       sync_cta();
-      by_head<kQ>();
-      by_head<kK>();
+      const Turns turns = turns_at(first_.channel);
+      by_head<kQ>(turns);
+      by_head<kK>(turns);
     } else {
       float rstd[2] = {};
       if constexpr (kScope == Scope::kHidden) {
@@ -60,15 +66,51 @@ class QkToken {
       } else {
         sync_cta();
       }
-      all_heads<kQ>(rstd[0]);
-      all_heads<kK>(rstd[1]);
+      const Turns turns = turns_at(first_.channel);
+      all_heads<kQ>(rstd[0], turns);
+      all_heads<kK>(rstd[1], turns);
     }
   }
 
  private:
+  // The cosines and sines of a group's pairs; where a group is on one side of them, the sines have its sign.
+  struct Turns {
+    static constexpr int kCount = kInterleave ? kGroup / 2 : kGroup;
+    float cos[kCount];
+    float sin[kCount];
+  };
+
+  // A place in the heads of a part, where results and weights lie.
+  template <int kPart>
+  struct Cursor {
+    using W = WeightOf<Program, kPart>;
+    Walk walk;
+    Out* out;
+    const W* weight = nullptr;
+
+    FN_DEVICE explicit Cursor(const QkToken& token) { go(token, token.first_); }
+    FN_DEVICE void go(const QkToken& token, const Walk& to) {
+      walk = to;
+      out = token.program_.out[kPart].at(token.row_, to.head) + to.channel;
+      if constexpr (!std::is_void_v<W>) weight = token.program_.template weight<kPart>().at(to.head) + to.channel;
+    }
+    // To the thread's next unit.
+    FN_DEVICE void next(const QkToken& token) {
+      if constexpr (Tile::kSteady) {
+        out += token.step_.head * token.program_.out[kPart].head_stride;
+        if constexpr (!std::is_void_v<W>) {
+          weight += token.step_.head * token.program_.template weight<kPart>().head_stride;
+        }
+      } else {
+        walk.step(token.step_, token.layout_.head_dim);
+        go(token, walk);
+      }
+    }
+  };
+
   // ---------------------------------------------------------------- sines and cosines
   FN_DEVICE void compute_turns() {
-    const GridPlace place(layout_, row_.number);
+    const GridPlace place = grid_.place(uint32_t(row_.number));
     for (int p = thread_; p < layout_.pairs(); p += kThreads) {
       const Turn turn = turn_of(float(place.position(layout_, p)), layout_.frequency[p]);
       cos_[p] = turn.cos;
@@ -86,21 +128,43 @@ class QkToken {
     }
   }
 
+  // Of the group that begins at a channel.
+  FN_DEVICE Turns turns_at(int channel) const {
+    Turns turns = {};
+    if (!Tile::kWhole || channel >= layout_.rotary_dim) return turns;
+    const int half = layout_.pairs();
+    const bool low = kInterleave || channel < half;
+    const int pair = kInterleave ? channel / 2 : low ? channel : channel - half;
+    FN_UNROLL
+    for (int k = 0; k < Turns::kCount; k += 4) {
+      const float4 cos = *reinterpret_cast<const float4*>(cos_ + pair + k);
+      const float4 sin = *reinterpret_cast<const float4*>(sin_ + pair + k);
+      turns.cos[k] = cos.x, turns.cos[k + 1] = cos.y, turns.cos[k + 2] = cos.z, turns.cos[k + 3] = cos.w;
+      turns.sin[k] = sin.x, turns.sin[k + 1] = sin.y, turns.sin[k + 2] = sin.z, turns.sin[k + 3] = sin.w;
+    }
+    if (!kInterleave && low) {
+      FN_UNROLL
+      for (int k = 0; k < Turns::kCount; ++k) turns.sin[k] = -turns.sin[k];
+    }
+    return turns;
+  }
+
   // ---------------------------------------------------------------- elements
   // Q and K come to shared memory; `await_copies` ends it. Each by itself: whole groups are copied by the thread that
   // sums them, which then waits for no other.
   FN_DEVICE void stage() {
-    if constexpr (!Tile::kStaged) return;
-    FN_UNROLL
-    for (int part = kQ; part <= kK; ++part) {
-      const X* from = x_ + layout_.start(part);
-      X* to = staged_ + layout_.start(part);
-      const int count = layout_.width(part);
-      for (int i = thread_ * kUnit; i < count; i += kThreads * kUnit) {
-        if constexpr (Tile::kWhole) {
-          start_copy(reinterpret_cast<uint4*>(to + i), reinterpret_cast<const uint4*>(from + i));
-        } else {
-          to[i] = from[i];
+    if constexpr (Tile::kStaged) {
+      FN_UNROLL
+      for (int part = kQ; part <= kK; ++part) {
+        const X* from = x_ + layout_.start(part);
+        X* to = staged_ + layout_.start(part);
+        const int count = layout_.width(part);
+        for (int i = thread_ * kUnit; i < count; i += kThreads * kUnit) {
+          if constexpr (Tile::kWhole) {
+            start_copy(reinterpret_cast<uint4*>(to + i), reinterpret_cast<const uint4*>(from + i));
+          } else {
+            to[i] = from[i];
+          }
         }
       }
     }
@@ -128,7 +192,7 @@ class QkToken {
   FN_DEVICE void copy() const {
     constexpr int kBatch = Tile::kWhole ? 4 : 1;
     const int start = layout_.start(kV), count = layout_.width(kV);
-    Walk at = first_;
+    Cursor<kV> at(*this);
     for (int i = thread_ * kUnit; i < count; i += kBatch * kThreads * kUnit) {
       Pack<X, kUnit> pack[kBatch];
       FN_UNROLL
@@ -138,8 +202,8 @@ class QkToken {
       }
       FN_UNROLL
       for (int k = 0; k < kBatch; ++k) {
-        if (i + k * kThreads * kUnit < count) put_v(pack[k], at);
-        at.step(step_, layout_.head_dim);
+        if (i + k * kThreads * kUnit < count) put_v(pack[k], at.out);
+        at.next(*this);
       }
     }
   }
@@ -152,8 +216,7 @@ class QkToken {
     }
   }
   template <int N>
-  FN_DEVICE void put_v(const Pack<X, N>& pack, const Walk& at) const {
-    Out* to = program_.out[kV].at(row_, at.head) + at.channel;
+  FN_DEVICE void put_v(const Pack<X, N>& pack, Out* to) const {
     if constexpr (Program::kCoded) {
       float v[N > 1 ? N : 4];
       if constexpr (N > 1) {
@@ -202,7 +265,7 @@ class QkToken {
         float v[kGroup];
         read(v, start + i, count - i);
         squares.first(v);
-        for (i += Tile::kLanes * kThreads * kGroup; i < count; i += Tile::kLanes * kThreads * kGroup) {
+        if constexpr (Tile::kLanes * kThreads == kMaxLanes) for (i += Tile::kLanes * kThreads * kGroup; i < count; i += Tile::kLanes * kThreads * kGroup) {
           read(v, start + i, count - i);
           squares.next(v);
         }
@@ -216,31 +279,43 @@ class QkToken {
 
   // ---------------------------------------------------------------- results
   template <int kPart>
-  FN_DEVICE void all_heads(float rstd) const {
+  FN_DEVICE void all_heads(float rstd, const Turns& turns) const {
     const int start = layout_.start(kPart), count = layout_.width(kPart);
-    Walk at = first_;
+    Cursor<kPart> at(*this);
     for (int i = thread_ * kUnit; i < count; i += kThreads * kUnit) {
-      finish<kPart>(start + i, at, rstd);
-      at.step(step_, layout_.head_dim);
+      finish(start + i, at, rstd, turns);
+      at.next(*this);
     }
   }
 
   // The same where every head has a sum of its own: as many threads a head as it has lanes, at most a warp.
   template <int kPart>
-  FN_DEVICE void by_head() const {
+  FN_DEVICE void by_head(const Turns& turns) const {
     const int head_dim = layout_.head_dim, heads = layout_.heads[kPart], start = layout_.start(kPart);
     const int lanes = lanes_of(head_dim), team = lanes < 32 ? lanes : 32;
     const int mine = thread_ & (team - 1), teams = kThreads / team;
+    Cursor<kPart> at(*this);
     // Whole warps: shuffles need all threads.
     for (int first = 0; first < heads; first += teams) {
       const int head = first + thread_ / team;
       const int begin = start + head * head_dim;
       const bool there = head < heads;
       float sum = fold_part_of_warp<Add>(there ? lane_sum(begin, mine) : 0.0f, team);
-      if (lanes > 32) sum = fp::add(sum, fold_part_of_warp<Add>(there ? lane_sum(begin, mine + 32) : 0.0f, team));
-      if (!there) continue;
-      const float rstd = program_.rstd(sum, head_dim);
-      for (int c = mine * kUnit; c < head_dim; c += team * kUnit) finish<kPart>(begin + c, {head, c}, rstd);
+      if (!Tile::kSteady && lanes > 32) {
+        sum = fp::add(sum, fold_part_of_warp<Add>(there ? lane_sum(begin, mine + 32) : 0.0f, team));
+      }
+      if (there) {
+        const float rstd = program_.rstd(sum, head_dim);
+        if constexpr (Tile::kSteady) {
+          finish(begin + at.walk.channel, at, rstd, turns);
+        } else {
+          for (int c = mine * kUnit; c < head_dim; c += team * kUnit) {
+            at.go(*this, {head, c});
+            finish(begin + c, at, rstd, turns);
+          }
+        }
+      }
+      if constexpr (Tile::kSteady) at.next(*this);
     }
   }
   FN_DEVICE float lane_sum(int begin, int lane) const {
@@ -255,30 +330,45 @@ class QkToken {
 
   // What comes of the unit of elements that begins at the i-th of the token.
   template <int kPart>
-  FN_DEVICE void finish(int i, const Walk& at, float rstd) const {
-    Out* to = program_.out[kPart].at(row_, at.head) + at.channel;
+  FN_DEVICE void finish(int i, const Cursor<kPart>& at, float rstd, const Turns& held) const {
+    const int channel = at.walk.channel;
     if constexpr (Tile::kWhole) {
       float v[kGroup];
-      value<kPart>(v, i, at, rstd);
-      if (at.channel < layout_.rotary_dim) turn<kPart>(v, i, at, rstd);
+      value<kPart>(v, i, at, 0, rstd);
+      if (channel < layout_.rotary_dim) {
+        const Turns turns = Tile::kSteady ? held : turns_at(channel);
+        if constexpr (kInterleave) {
+          FN_UNROLL
+          for (int k = 0; k < kGroup / 2; ++k) {
+            const float a = v[2 * k], b = v[2 * k + 1];
+            v[2 * k] = turned(a, b, turns.cos[k], -turns.sin[k]);
+            v[2 * k + 1] = turned(b, a, turns.cos[k], turns.sin[k]);
+          }
+        } else {
+          float other[kGroup];
+          value<kPart>(other, i, at, away(channel), rstd);
+          FN_UNROLL
+          for (int k = 0; k < kGroup; ++k) v[k] = turned(v[k], other[k], turns.cos[k], turns.sin[k]);
+        }
+        scale_turned(v);
+      }
       if (Program::kCached && lost_) lose(v);
-      put(to, v, program_.q_scale);
+      put(at.out, v, program_.q_scale);
     } else {
       float v[2], out[4];
-      const int partner = partner_of(at.channel);
+      const bool turns = channel < layout_.rotary_dim;
+      const int partner = turns ? away(channel) : 0;
       value_pair<kPart>(v, i, at, partner, rstd);
       out[0] = v[0];
-      if (at.channel < layout_.rotary_dim) {
-        const int half = layout_.pairs();
-        const bool low = partner > at.channel;
-        const int pair = kInterleave ? at.channel / 2 : low ? at.channel : at.channel - half;
+      if (turns) {
+        const int pair = kInterleave ? channel / 2 : partner > 0 ? channel : channel + partner;
         const float sin = sin_[pair];
-        out[0] = turned(v[0], v[1], cos_[pair], low ? -sin : sin);
+        out[0] = turned(v[0], v[1], cos_[pair], partner > 0 ? -sin : sin);
         if (layout_.attention != 1.0f) out[0] = fp::mul(out[0], layout_.attention);
       }
       out[1] = out[2] = out[3] = out[0];
       if (Program::kCached && lost_) lose(out);
-      put(to, out, program_.q_scale);
+      put(at.out, out, program_.q_scale);
     }
   }
 
@@ -288,81 +378,49 @@ class QkToken {
     for (int k = 0; k < N; ++k) v[k] = float_of(kNanWord);
   }
 
-  // The channel that a channel turns with; itself where it does not turn.
-  FN_DEVICE int partner_of(int channel) const {
+  // How far it is from a channel to the one that it turns with.
+  FN_DEVICE int away(int channel) const {
     const int half = layout_.pairs();
-    if (channel >= layout_.rotary_dim) return channel;
-    if (kInterleave) return channel ^ 1;
-    return channel < half ? channel + half : channel - half;
+    if (kInterleave) return channel % 2 == 0 ? 1 : -1;
+    return channel < half ? half : -half;
   }
 
-  // v of a group, before it turns.
+  // v, before it turns, of a group, or of the one that lies `away` from it.
   template <int kPart>
-  FN_DEVICE void value(float (&v)[kGroup], int i, const Walk& at, float rstd) const {
+  FN_DEVICE void value(float (&v)[kGroup], int i, const Cursor<kPart>& at, int away, float rstd) const {
     using W = WeightOf<Program, kPart>;
     float gain[kGroup] = {};
     if constexpr (!std::is_void_v<W>) {
       Pack<W, kGroup> pack;
-      detail::load<false>(pack, program_.template weight<kPart>().at(at.head) + at.channel, Whole{});
+      detail::load<false>(pack, at.weight + away, Whole{});
       widen(gain, pack);
     }
-    read(v, i, kGroup);
+    read(v, i + away, kGroup);
     normalize<Program, kPart>(v, gain, rstd);
   }
   // v of a channel and of its partner.
   template <int kPart>
-  FN_DEVICE void value_pair(float (&v)[2], int i, const Walk& at, int partner, float rstd) const {
+  FN_DEVICE void value_pair(float (&v)[2], int i, const Cursor<kPart>& at, int away, float rstd) const {
     using W = WeightOf<Program, kPart>;
     float gain[2] = {};
     if constexpr (!std::is_void_v<W>) {
-      const W* from = program_.template weight<kPart>().at(at.head);
-      gain[0] = widened(from[at.channel]);
-      gain[1] = widened(from[partner]);
+      gain[0] = widened(at.weight[0]);
+      gain[1] = widened(at.weight[away]);
     }
     v[0] = widened(*element(i));
-    v[1] = widened(*element(i + partner - at.channel));
+    v[1] = widened(*element(i + away));
     normalize<Program, kPart>(v, gain, rstd);
   }
 
-  template <int kPart>
-  FN_DEVICE void turn(float (&v)[kGroup], int i, const Walk& at, float rstd) const {
-    if constexpr (kInterleave) {
-      float cos[kGroup / 2], sin[kGroup / 2];
-      four(cos, cos_ + at.channel / 2);
-      four(sin, sin_ + at.channel / 2);
-      FN_UNROLL
-      for (int k = 0; k < kGroup / 2; ++k) {
-        const float a = v[2 * k], b = v[2 * k + 1];
-        v[2 * k] = turned(a, b, cos[k], -sin[k]);
-        v[2 * k + 1] = turned(b, a, cos[k], sin[k]);
-      }
-    } else {
-      const int half = layout_.pairs();
-      const bool low = at.channel < half;
-      const int away = low ? half : -half, pair = low ? at.channel : at.channel - half;
-      float other[kGroup];
-      value<kPart>(other, i + away, {at.head, at.channel + away}, rstd);
-      FN_UNROLL
-      for (int k = 0; k < kGroup; k += 4) {
-        float cos[4], sin[4];
-        four(cos, cos_ + pair + k);
-        four(sin, sin_ + pair + k);
-        FN_UNROLL
-        for (int l = 0; l < 4; ++l) v[k + l] = turned(v[k + l], other[k + l], cos[l], low ? -sin[l] : sin[l]);
-      }
-    }
-    if (layout_.attention != 1.0f) {
-      FN_UNROLL
-      for (int k = 0; k < kGroup; ++k) v[k] = fp::mul(v[k], layout_.attention);
-    }
-  }
-  FN_DEVICE static void four(float (&v)[4], const float* from) {
-    const float4 all = *reinterpret_cast<const float4*>(from);
-    v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
+  FN_DEVICE void scale_turned(float (&v)[kGroup]) const {
+    if (layout_.attention == 1.0f) return;
+    FN_UNROLL
+    for (int k = 0; k < kGroup; ++k) v[k] = fp::mul(v[k], layout_.attention);
   }
 
   const Program& program_;
   const QkLayout& layout_;
+  const QkGrid& grid_;
   Row row_;
   int thread_;
   Walk first_;  // this thread's first unit of a part

@@ -13,8 +13,7 @@ namespace flashnorm {
 
 struct Forced {
   QkDevice device{90, 132, 227 * 1024};
-  QkPlan plan{0, 0, false, false};
-  int whole_groups = 0;  // launches that moved whole groups so far
+  QkPlan plan{0, 0, Groups::kLoose, false};
 };
 inline Forced forced;
 
@@ -22,9 +21,8 @@ template <class Program>
 void launch_qk(const Program& program, const QkOperands& operands, bool) {
   QkPlan plan = pick_qk<Program>(forced.device, operands.tokens(), program.layout, operands.whole());
   if (forced.plan.threads != 0) plan = forced.plan;
-  if (operands.whole()) ++forced.whole_groups;
   const QkLaunch<Program> launch = qk_launch<Program>(plan, program.layout);
-  const QkGrid grid{operands.inner()};
+  const QkGrid grid(operands.inner(), program.layout);
   for (int64_t token = 0; token < operands.tokens(); ++token) {
     emulation::run_cluster(unsigned(token), 1, {unsigned(plan.threads), 1, 1}, launch.shared_bytes,
                            [&] { launch.kernel(program, grid); });
@@ -32,9 +30,9 @@ void launch_qk(const Program& program, const QkOperands& operands, bool) {
 }
 
 // The device of the next launches, and their plan; no threads for its own.
-inline void force(int processors, int shared_memory, int threads, int lanes, bool whole, bool staged) {
+inline void force(int processors, int shared_memory, int threads, int lanes, int groups, bool staged) {
   forced.device = {90, processors, shared_memory};
-  forced.plan = {threads, lanes, whole, staged};
+  forced.plan = {threads, lanes, Groups(groups), staged};
 }
 
 // The sine and the cosine of many positions and frequencies, in place: position, hi, lo -> sine, cosine, lo.

@@ -75,7 +75,7 @@ class QkTokens {
       const float* from = program_.cos_sin.row(index);
       for (int p = 0; p < pairs; ++p) cos[p] = from[p], sin[p] = from[pairs + p];
     } else {
-      const GridPlace place(layout_, row.number);
+      const GridPlace place = grid_place(layout_, row.number);
       alignas(64) float position[kBuffer / 2];
       for (int p = 0; p < pairs; ++p) position[p] = float(place.position(layout_, p));
       for (int p = 0; p < pairs; ++p) {

@@ -60,7 +60,7 @@ void launch_qk(const Program& program, const QkOperands& operands, bool enable_p
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
-  const QkGrid grid{operands.inner()};
+  const QkGrid grid(operands.inner(), program.layout);
   void* arguments[] = {const_cast<Program*>(&program), const_cast<QkGrid*>(&grid)};
   check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(launch.kernel), arguments), "launching a kernel");
 }

@@ -17,7 +17,7 @@ struct QkDevice {
 struct QkPlan {
   int threads;
   int lanes;  // of a sum, a thread
-  bool whole;
+  Groups groups;
   bool staged;
 };
 
@@ -37,11 +37,15 @@ struct QkTiles {
 template <class Program>
 using QkTilesOf = std::conditional_t<
     Program::Options::kScope == Scope::kHidden,
-    QkTiles<QkTile<128, 2, true, true>, QkTile<128, 4, true, true>, QkTile<128, 8, true, true>,
-            QkTile<512, 2, true, true>, QkTile<512, 2, true, false>, QkTile<128, 8, false, true>,
-            QkTile<512, 2, false, false>>,
-    QkTiles<QkTile<128, 1, true, true>, QkTile<512, 1, true, true>, QkTile<512, 1, true, false>,
-            QkTile<128, 1, false, true>, QkTile<512, 1, false, false>>>;
+    QkTiles<QkTile<128, 2, Groups::kSteady, true>, QkTile<128, 4, Groups::kSteady, true>,
+            QkTile<128, 8, Groups::kSteady, true>, QkTile<512, 2, Groups::kSteady, true>,
+            QkTile<128, 8, Groups::kWhole, true>, QkTile<512, 2, Groups::kWhole, true>,
+            QkTile<512, 2, Groups::kWhole, false>, QkTile<128, 8, Groups::kLoose, true>,
+            QkTile<512, 2, Groups::kLoose, false>>,
+    QkTiles<QkTile<128, 1, Groups::kSteady, true>, QkTile<512, 1, Groups::kSteady, true>,
+            QkTile<128, 1, Groups::kWhole, true>, QkTile<512, 1, Groups::kWhole, true>,
+            QkTile<512, 1, Groups::kWhole, false>, QkTile<128, 1, Groups::kLoose, true>,
+            QkTile<512, 1, Groups::kLoose, false>>>;
 
 // Whether groups of 8 elements are never split by a head, or by what turns.
 template <class Program>
@@ -57,15 +61,19 @@ QkPlan pick_qk(const QkDevice& device, int64_t tokens, const QkLayout& layout, b
   const int bytes = table_bytes(layout) + layout.start(kV) * int(sizeof(typename Program::X));
   const bool whole = aligned && whole_groups<Program>(layout);
   const bool staged = bytes + kQkOwnMemory <= device.shared_memory;
+  const Groups groups = whole ? Groups::kWhole : Groups::kLoose;
   constexpr bool kSums = Program::Options::kScope == Scope::kHidden;
-  // Few tokens, or few that fit on a processor at a time: more threads for each.
+  if (!staged) return {512, kSums ? 2 : 1, groups, false};
+  if (!whole) return {128, kSums ? 8 : 1, groups, true};
+  // Few tokens, or few that fit on a processor at a time: more threads for each. Either number of them comes to the
+  // same channels again where a head is a power of two of at most a warp's groups.
   const bool wide = tokens <= device.processors || bytes > 48 * 1024;
-  if (!staged) return {512, kSums ? 2 : 1, whole, false};
-  if (!whole) return {128, kSums ? 8 : 1, false, true};
-  if (wide) return {512, kSums ? 2 : 1, true, true};
-  if (!kSums) return {128, 1, true, true};
+  const bool steady = (layout.head_dim & (layout.head_dim - 1)) == 0 && layout.head_dim <= 32 * kGroup;
+  if (wide) return {512, kSums ? 2 : 1, steady ? Groups::kSteady : groups, true};
+  if (!kSums) return {128, 1, steady ? Groups::kSteady : groups, true};
+  if (!steady) return {128, 8, groups, true};
   const int lanes = lanes_of(layout.width(kQ) > layout.width(kK) ? layout.width(kQ) : layout.width(kK));
-  return {128, lanes <= 256 ? 2 : lanes <= 512 ? 4 : 8, true, true};
+  return {128, lanes <= 256 ? 2 : lanes <= 512 ? 4 : 8, Groups::kSteady, true};
 }
 
 template <class Program>
@@ -79,7 +87,7 @@ QkLaunch<Program> qk_launch(const QkPlan& plan, const QkLayout& layout) {
   QkLaunch<Program> launch;
   QkTilesOf<Program>::each([&](auto tile) {
     using Tile = decltype(tile);
-    if (Tile::kThreads == plan.threads && Tile::kLanes == plan.lanes && Tile::kWhole == plan.whole &&
+    if (Tile::kThreads == plan.threads && Tile::kLanes == plan.lanes && Tile::kGroups == plan.groups &&
         Tile::kStaged == plan.staged) {
       launch.kernel = qk_norm_rope<Program, Tile>;
     }

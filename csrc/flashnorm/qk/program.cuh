@@ -42,18 +42,18 @@ struct QkLayout {
 struct GridPlace {
   int axis[3];
 
-  FN_HOST_DEVICE GridPlace(const QkLayout& layout, int64_t token) {
-    const int plane = layout.grid[1] * layout.grid[2];
-    const int i = int(token % (int64_t(layout.grid[0]) * plane));
-    axis[0] = i / plane;
-    axis[1] = i % plane / layout.grid[2];
-    axis[2] = i % layout.grid[2];
-  }
   // What a pair turns by.
   FN_HOST_DEVICE int position(const QkLayout& layout, int pair) const {
     return pair < layout.axis_end[0] ? axis[0] : pair < layout.axis_end[1] ? axis[1] : axis[2];
   }
 };
+
+// The same from a token's number.
+FN_HOST_DEVICE GridPlace grid_place(const QkLayout& layout, int64_t token) {
+  const int plane = layout.grid[1] * layout.grid[2];
+  const int i = int(token % (int64_t(layout.grid[0]) * plane));
+  return {i / plane, i % plane / layout.grid[2], i % layout.grid[2]};
+}
 
 // Heads of every token: a "heads" operand.
 template <class T>
