@@ -8,7 +8,7 @@ from functools import partial
 
 import flashnorm
 
-from . import gates, rivals
+from . import gates, qk, rivals
 from .bars import BARE, CUDA, Bars, Shape
 from .entry import Bench, Buffers, over_buffers
 from .measure import Call
@@ -218,6 +218,7 @@ _ENTRIES: tuple[Bench, ...] = (
         rivals.rmsnorm_mxfp8,
     ),
     *gates.ENTRIES,
+    *qk.ENTRIES,
 )  # fmt: skip
 BENCHES: dict[str, Bench] = {entry.name: entry for entry in _ENTRIES}
 

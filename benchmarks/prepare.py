@@ -36,7 +36,10 @@ def jobs(
         for route in routes:
             if route in bench.routes and route != "torch" and (route == "cpu") == (device.type == "cpu"):
                 # The C++ routes take H when they run.
-                key = (route, variant if route == "cute" else (variant.program, variant.dtypes, variant.row_vecs))
+                key = (
+                    route,
+                    variant if route == "cute" else (variant.program.code(), variant.dtypes, variant.row_vecs),
+                )
                 found.setdefault(key, (route, variant, target))
     return sorted(found.values(), key=lambda job: job[0] == "cute")
 

@@ -125,6 +125,26 @@ def _blocks(normed: Tensor, block: int, floor: float) -> tuple[Tensor, Tensor]:
     return _codes(v * (_LARGEST / amax)).flatten(-2), (amax / _LARGEST).squeeze(-1)
 
 
+def qk_norm_rope(
+    x: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int, int], head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms over all heads, rotary embeddings of neighbouring channels; V is a copy."""
+    parts = x.split([n * head_dim for n in heads], -1)
+    made = []
+    for part, weight in zip(parts[:2], (q_weight, k_weight), strict=True):
+        h = part if part.dtype == torch.float64 else part.float()
+        v = F.rms_norm(h, weight.shape, weight.to(h.dtype), EPS).to(x.dtype)
+        a, b = v.unflatten(-1, (-1, head_dim // 2, 2)).unbind(-1)
+        c, s = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        made.append(torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2).to(x.dtype))
+    return made[0], made[1], parts[2].unflatten(-1, (-1, head_dim)).clone()
+
+
+def qk_norm_rope_codes(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qk_norm_rope(given[0].float(), *given[1:])
+    return _codes(q), _codes(k), _codes(v)
+
+
 # ------------------------------------------------------------------ compiled
 @functools.cache
 def compiled(formula: Callable[..., Any], shape: torch.Size) -> Callable[..., Any]:

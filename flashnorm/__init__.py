@@ -26,6 +26,7 @@ from flashnorm.ops.gated import (
 )
 from flashnorm.ops.layernorm import fused_add_layernorm, layernorm, layernorm_quant
 from flashnorm.ops.mxfp8 import add_rmsnorm_mxfp8_quant, rmsnorm_mxfp8_quant
+from flashnorm.ops.qk import fused_qk_rmsnorm_rope, supports_fused_qk_rmsnorm_rope
 from flashnorm.ops.rmsnorm import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
 from flashnorm.ops.rmsnorm_quant import (
     fused_add_rmsnorm_quant,
@@ -55,6 +56,7 @@ __all__ = [
     "fused_dit_gate_residual_layernorm_gamma_beta",
     "fused_dit_gate_residual_layernorm_scale_shift",
     "fused_dit_residual_layernorm_scale_shift",
+    "fused_qk_rmsnorm_rope",
     "fused_rmsnorm_silu",
     "gated_residual_next_rmsnorm",
     "gated_residual_rmsnorm",
@@ -73,6 +75,7 @@ __all__ = [
     "rmsnorm_mxfp8_quant",
     "rmsnorm_quant",
     "rmsnorm_sigmoid_gate",
+    "supports_fused_qk_rmsnorm_rope",
     "supports_gated_residual_next_rmsnorm",
     "supports_gated_residual_rmsnorm",
     "supports_rmsnorm_sigmoid_gate",

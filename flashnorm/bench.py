@@ -79,10 +79,11 @@ def _asked(
         if not found:
             raise ValueError(f"--device must be one of {', '.join(map(str, here))}, got {arguments.device!r}")
         device = found[0]
-    names = sorted(OPS) if arguments.ops == "all" else arguments.ops.split(",")
+    known = sorted(name for name, op in OPS.items() if op.by_rows)
+    names = known if arguments.ops == "all" else arguments.ops.split(",")
     for name in names:
-        if name not in OPS:
-            raise ValueError(f"--ops must be among {', '.join(sorted(OPS))}, got {name!r}")
+        if name not in known:
+            raise ValueError(f"--ops must be among {', '.join(known)}, got {name!r}")
     routes = arguments.routes.split(",") if arguments.routes else [r for r in ROUTES if r != "torch"]
     for route in routes:
         if route not in ROUTES:

@@ -28,7 +28,7 @@ from flashnorm.core.tools import tools
 from flashnorm.jit import JitError, toolchain
 from flashnorm.jit.entry import read_meta
 from flashnorm.jit.store import Store, default_store
-from flashnorm.program import RowProgram, Variant
+from flashnorm.program import Program, Variant
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,21 +150,21 @@ def kernels(facts: devices.DeviceFacts) -> dict[str, Counter[str]]:
 
 
 @functools.cache
-def _programs() -> dict[str, tuple[RowProgram, tuple[str, ...]]]:
+def _programs() -> dict[str, tuple[Program, tuple[str, ...]]]:
     """Every program of every operator by its repr, with the names of its operators."""
-    found: dict[RowProgram, list[str]] = {}
+    found: dict[Program, list[str]] = {}
     for name, op in OPS.items():
         for program in dict.fromkeys(_forms(op)):
             found.setdefault(program, []).append(name)
     return {repr(program): (program, tuple(names)) for program, names in found.items()}
 
 
-def _forms(op: Op) -> Iterator[RowProgram]:
+def _forms(op: Op) -> Iterator[Program]:
     always = {operand.name for operand in op.operands} - set(op.optional)
     choices = [[(key, value) for value in dict.fromkeys(values.values())] for key, values in op.options.items()]
     for present in itertools.product(*(((), (name,)) for name in op.optional)):
         for options in itertools.product(*choices):
-            yield op.program(frozenset(always.union(*present)), dict(options))
+            yield op.program(frozenset(always.union(*present)), dict(options)).code()
 
 
 def _kept(store: Store, routes: set[str]) -> list[tuple[str, Variant, tuple[str, ...]]]:

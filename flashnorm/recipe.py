@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashnorm import program as vocabulary
-from flashnorm.program import RowProgram, Stage, Variant
+from flashnorm.program import Program, QkNormRope, RowProgram, Stage, Variant
 
 FORMAT = 1
 
@@ -67,20 +67,36 @@ def _stage(data: dict[str, Any]) -> Stage:
     return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
 
 
-def _kernel_data(kernel: Kernel) -> dict[str, Any]:
-    variant, program = kernel.variant, kernel.variant.program
+def _program_data(program: Program) -> dict[str, Any]:
+    if isinstance(program, QkNormRope):
+        return {"program": program.name, **program.data()}
     stages = {key: _stage_data(getattr(program, key)) for key in ("load", "stats", "store")}
     lists = {key: [_stage_data(stage) for stage in getattr(program, key)] for key in ("maps", "saves")}
+    return {**stages, **lists}
+
+
+def _program(data: dict[str, Any]) -> Program:
+    given = dict(data)
+    name = given.pop("program", RowProgram.__name__)
+    if name == QkNormRope.__name__:
+        return QkNormRope.of_data(given)
+    if name != RowProgram.__name__:
+        raise ValueError(f"there is no program {name!r}")
+    lists = {key: tuple(_stage(stage) for stage in given.pop(key)) for key in ("maps", "saves")}
+    stages: dict[str, Any] = {**{key: _stage(value) for key, value in given.items()}, **lists}
+    return RowProgram(**stages)
+
+
+def _kernel_data(kernel: Kernel) -> dict[str, Any]:
+    variant = kernel.variant
     rest = {f.name: getattr(variant, f.name) for f in dataclasses.fields(variant) if f.name != "program"}
-    return {"op": kernel.op, "route": kernel.route, "arch": kernel.arch, **rest, "program": {**stages, **lists}}
+    words = {"op": kernel.op, "route": kernel.route, "arch": kernel.arch}
+    return {**words, **rest, "program": _program_data(variant.program)}
 
 
 def _kernel(data: dict[str, Any]) -> Kernel:
     rest = dict(data)
-    given = dict(rest.pop("program"))
-    lists = {key: tuple(_stage(stage) for stage in given.pop(key)) for key in ("maps", "saves")}
-    stages: dict[str, Any] = {**{key: _stage(value) for key, value in given.items()}, **lists}
-    program = RowProgram(**stages)
+    program = _program(rest.pop("program"))
     words = {key: rest.pop(key) for key in ("op", "route", "arch")}
     if not all(isinstance(word, str) for word in words.values()):
         raise ValueError("op, route and arch are words")

@@ -22,7 +22,8 @@ from collections.abc import Collection
 from dataclasses import fields
 from typing import Any, Literal
 
-from ..program import SCALES, Operand, RowProgram, Stage, rounding
+from ..program import SCALES, Operand, Program, RowProgram, Stage, rounding
+from . import codegen_qk
 
 Route = Literal["cuda", "cpu"]
 
@@ -123,7 +124,7 @@ class _Unit:
         return f"operands.{_REFERENCES[operand.kind]}<{const}{self.types[operand.name]}>({arguments})"
 
 
-def unit(program: RowProgram, dtypes: tuple[str, ...], route: Route) -> str:
+def unit(program: Program, dtypes: tuple[str, ...], route: Route) -> str:
     """The source text of a unit that exports `launch(*scalars, enable_pdl, *operands)`.
 
     Args:
@@ -135,6 +136,8 @@ def unit(program: RowProgram, dtypes: tuple[str, ...], route: Route) -> str:
         KeyError: a dtype that no C++ type stands for.
         ValueError: not as many dtypes as operands.
     """
+    if not isinstance(program, RowProgram):
+        return codegen_qk.unit(program, [CPP_TYPES[dtype] for dtype in dtypes], route)
     out = _Unit(program, dtypes)
     members = {
         "load": ("Load", out.stage("Load", program.load)),

@@ -14,10 +14,11 @@ import pytest
 
 from flashnorm.jit.codegen import unit
 from flashnorm.jit.toolchain import find_host_compiler, find_tvm_ffi
-from flashnorm.program import RowProgram
+from flashnorm.program import Program
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT.parent / "csrc"
+HEADERS = {"flashnorm/ffi/launch.h": "emulated_launch.h", "flashnorm/ffi/launch_qk.h": "emulated_qk.h"}
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Emulated:
     """A unit compiled over the emulation."""
 
     module: Any
-    program: RowProgram
+    program: Program
     dtypes: tuple[str, ...]
 
     @property
@@ -37,7 +38,7 @@ class Emulated:
         self.module["force"](sm, shared_memory, *plan)
 
 
-def build(folder: Path, programs: Mapping[str, tuple[RowProgram, tuple[str, ...]]]) -> dict[str, Emulated]:
+def build(folder: Path, programs: Mapping[str, tuple[Program, tuple[str, ...]]]) -> dict[str, Emulated]:
     """Compiles programs with their dtypes, as many at once as there are cores; skips where there is no compiler."""
     import tvm_ffi
 
@@ -47,7 +48,9 @@ def build(folder: Path, programs: Mapping[str, tuple[RowProgram, tuple[str, ...]
 
     def compile_one(name: str) -> str:
         program, dtypes = programs[name]
-        source = unit(program, dtypes, "cuda").replace("flashnorm/ffi/launch.h", "emulated_launch.h")
+        source = unit(program, dtypes, "cuda")
+        for real, emulated in HEADERS.items():
+            source = source.replace(f'"{real}"', f'"{emulated}"')
         (folder / f"{name}.cpp").write_text(source)
         command = [
             *compiler.command,

@@ -19,7 +19,7 @@ from flashnorm.jit.cpu import detect_cpu
 from flashnorm.jit.env import BuildError, Missing
 from flashnorm.jit.spec import ArtifactSpec, safe_name, source_hash
 from flashnorm.jit.toolchain import cxx_flags, find_host_compiler, find_tvm_ffi, link_flags, tvm_ffi_version
-from flashnorm.program import RowProgram, Variant
+from flashnorm.program import Program, Variant
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
@@ -37,6 +37,7 @@ _SOURCES = tuple(
         "stages.cuh",
         "stages",
         "ffi/operands.h",
+        "qk",
         "cpu",
     )
 )
@@ -47,7 +48,7 @@ def _toolchain() -> dict[str, Any]:
     return {"host": cxx.identity, "flags": cxx_flags(cxx, detect_cpu())} if cxx else {}
 
 
-def spec(program: RowProgram, dtypes: tuple[str, ...]) -> ArtifactSpec:
+def spec(program: Program, dtypes: tuple[str, ...]) -> ArtifactSpec:
     """The artefact of a program and its dtypes for this processor.
 
     Args:
@@ -57,6 +58,7 @@ def spec(program: RowProgram, dtypes: tuple[str, ...]) -> ArtifactSpec:
     Raises:
         KeyError: a dtype that the route has no type for.
     """
+    program = program.code()
     source = unit(program, dtypes, "cpu")
     cpu = detect_cpu()
 
@@ -78,7 +80,7 @@ def spec(program: RowProgram, dtypes: tuple[str, ...]) -> ArtifactSpec:
         ninja.build(folder, [ninja.Unit("kernel.cpp", command, "kernel.o")], link)
 
     return ArtifactSpec(
-        name=safe_name("cpu", type(program.load).__name__, *dict.fromkeys(dtypes)),
+        name=safe_name("cpu", program.name, *dict.fromkeys(dtypes)),
         key={
             "route": "cpu",
             "program": repr(program),
@@ -94,7 +96,7 @@ def spec(program: RowProgram, dtypes: tuple[str, ...]) -> ArtifactSpec:
 
 
 @functools.cache
-def _loaded(program: RowProgram, dtypes: tuple[str, ...]) -> Callable[..., Any]:
+def _loaded(program: Program, dtypes: tuple[str, ...]) -> Callable[..., Any]:
     return spec(program, dtypes).build_and_load()
 
 
@@ -111,4 +113,4 @@ def build(variant: Variant, target: str = "host") -> Callable[..., Any]:
     """
     if target != "host":
         raise ValueError(f"the cpu route compiles for the machine it runs on: target must be 'host', got {target!r}")
-    return _loaded(variant.program, variant.dtypes)
+    return variant.program.bind(_loaded(variant.program.code(), variant.dtypes))

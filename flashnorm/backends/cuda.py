@@ -27,7 +27,7 @@ from flashnorm.jit.toolchain import (
     nvcc_link_flags,
     tvm_ffi_version,
 )
-from flashnorm.program import RowProgram, Variant
+from flashnorm.program import Program, Variant
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
@@ -53,6 +53,10 @@ _SOURCES = tuple(
         "ffi/plan.h",
         "ffi/select.h",
         "ffi/launch.h",
+        "ffi/launch_qk.h",
+        "ffi/runtime.h",
+        "qk",
+        "qk_norm_rope.cuh",
     )
 )
 
@@ -70,7 +74,7 @@ def _toolchain(target: str, defines: tuple[str, ...]) -> dict[str, Any]:
     return {"nvcc": nvcc.identity, "host": host.identity, "target": made_for.compiled_for, "flags": flags}
 
 
-def spec(program: RowProgram, dtypes: tuple[str, ...], target: str, defines: tuple[str, ...] = ()) -> ArtifactSpec:
+def spec(program: Program, dtypes: tuple[str, ...], target: str, defines: tuple[str, ...] = ()) -> ArtifactSpec:
     """The artefact of a program and its dtypes for an architecture.
 
     Args:
@@ -82,6 +86,7 @@ def spec(program: RowProgram, dtypes: tuple[str, ...], target: str, defines: tup
     Raises:
         KeyError: a dtype that the route has no type for.
     """
+    program = program.code()
     source = unit(program, dtypes, "cuda")
 
     def build_in(folder: Path) -> None:
@@ -101,7 +106,7 @@ def spec(program: RowProgram, dtypes: tuple[str, ...], target: str, defines: tup
         ninja.build(folder, [ninja.Unit("kernel.cu", command, "kernel.o")], link)
 
     return ArtifactSpec(
-        name=safe_name("cuda", type(program.load).__name__, *dict.fromkeys(dtypes), target),
+        name=safe_name("cuda", program.name, *dict.fromkeys(dtypes), target),
         key={
             "route": "cuda",
             "program": repr(program),
@@ -118,7 +123,7 @@ def spec(program: RowProgram, dtypes: tuple[str, ...], target: str, defines: tup
 
 
 @functools.cache
-def _loaded(program: RowProgram, dtypes: tuple[str, ...], target: str) -> Callable[..., Any]:
+def _loaded(program: Program, dtypes: tuple[str, ...], target: str) -> Callable[..., Any]:
     return spec(program, dtypes, target).build_and_load()
 
 
@@ -132,4 +137,4 @@ def build(variant: Variant, target: str) -> Callable[..., Any]:
     Raises:
         flashnorm.jit.JitError: it could not be built or loaded.
     """
-    return _loaded(variant.program, variant.dtypes, target)
+    return variant.program.bind(_loaded(variant.program.code(), variant.dtypes, target))

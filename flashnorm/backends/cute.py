@@ -91,7 +91,7 @@ def spec(variant: Variant, target: str) -> ArtifactSpec:
         if linker and dsl.runtime is not None:
             link_object(folder, linker, dsl, ffi)
 
-    program = variant.program
+    program = variant.row_program
     stages = "_".join(type(stage).__name__ for stage in program.stages() if not isinstance(stage, (Cast, SaveRstd)))
     dtypes = "_".join(dict.fromkeys(_SHORT.get(d, d) for d in variant.dtypes))
     return ArtifactSpec(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashnorm.core import layout
-from flashnorm.program import FLOATS, SCALES, TILE_ROWS, BlockScales, Operand, RowProgram
+from flashnorm.program import FLOATS, SCALES, TAILED, TILE_ROWS, BlockScales, Operand, Program, QkNormRope, RowProgram
 
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
@@ -119,13 +119,15 @@ def check_whole_blocks(op: Op, hidden: int, block: int) -> None:
         )
 
 
-def check_tensors(op: Op, program: RowProgram, tensors: Sequence[Any]) -> None:
+def check_tensors(op: Op, program: Program, tensors: Sequence[Any]) -> None:
     """Dtypes, devices and shapes of one call, by the operands that its program has."""
     x = tensors[0]
     kinds = {operand.name: operand for operand in program.operands()}
-    store = program.store
-    if isinstance(store, BlockScales) and store.whole:
-        check_whole_blocks(op, x.shape[-1], store.block)
+    if isinstance(program, QkNormRope):
+        if complaint := program.complaint(tuple(x.shape)):
+            raise ValueError(f"{op.called}: {op.label(op.operands[0])} {complaint}")
+    elif isinstance(program.store, BlockScales) and program.store.whole:
+        check_whole_blocks(op, x.shape[-1], program.store.block)
     index = tensors[op.index("row_index")] if "row_index" in kinds else None
     rows = tuple(x.shape[:-1] if index is None else index.shape)
     for each, tensor in zip(op.operands, tensors, strict=True):
@@ -140,7 +142,7 @@ def check_tensors(op: Op, program: RowProgram, tensors: Sequence[Any]) -> None:
             raise ValueError(f"{op.called}: {op.label(operand)} is on {tensor.device}, but {first} on {x.device}")
         _check_shape(op, operand, tensor, x, rows)
         if operand.kind in SCALES:
-            assert isinstance(program.store, BlockScales)
+            assert isinstance(program, RowProgram) and isinstance(program.store, BlockScales)
             count, columns = math.prod(rows), program.store.columns(x.shape[-1], operand.kind)
             size, _ = scales_view(op, program, operand, tensor, count, x.shape[-1])
             # Tiles have been compared with the rows already.
@@ -152,11 +154,11 @@ def check_tensors(op: Op, program: RowProgram, tensors: Sequence[Any]) -> None:
 
 
 def scales_view(
-    op: Op, program: RowProgram, operand: Operand, tensor: Any, rows: int, hidden: int
+    op: Op, program: Program, operand: Operand, tensor: Any, rows: int, hidden: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Size and strides of the [M', B] that kernels take for scales; raises ValueError where the tensor does not fit."""
+    assert isinstance(program, RowProgram) and isinstance(program.store, BlockScales)
     store = program.store
-    assert isinstance(store, BlockScales)
     if operand.kind == "blocks":
         return op.blocks(tensor, rows)
     padded, columns = -(-rows // TILE_ROWS) * TILE_ROWS, store.columns(hidden, operand.kind)
@@ -198,6 +200,11 @@ def _check_shape(op: Op, operand: Operand, tensor: torch.Tensor, x: torch.Tensor
         raise ValueError(f"{op.called}: {label} must be a scalar tensor or shape (1,), got {shape}")
     if operand.kind == "vec":
         _check_vec(op, label, shape, rows, hidden)
+    if operand.kind in TAILED:
+        lead = {"heads": rows, "gain": (), "table": (shape[0] if shape else 0,)}[operand.kind]
+        accepted = [(*lead, *tail) for tail in operand.tails]
+        if shape not in accepted:
+            raise ValueError(f"{op.called}: {label} must have shape {' or '.join(map(str, accepted))}, got {shape}")
 
 
 def _check_vec(op: Op, label: str, shape: tuple[int, ...], rows: tuple[int, ...], hidden: int) -> None:

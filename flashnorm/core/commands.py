@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashnorm.core import layout
-from flashnorm.program import FLOATS, Variant
+from flashnorm.program import Variant
 from flashnorm.recipe import Kernel, to_json
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ def plain_variant(op: Op, dtype: torch.dtype, hidden_size: int, options: dict[st
     left_out.add("input_scale")  # rows are of the given dtype, not int8
     program = op.program(frozenset(o.name for o in op.operands) - left_out, options)
     plain = str(dtype).removeprefix("torch.")
-    dtypes = tuple(o.carried(plain if o.dtypes == FLOATS else o.dtypes[0]) for o in program.operands())
+    if plain not in program.operands()[0].dtypes:
+        plain = program.operands()[0].dtypes[0]
+    dtypes = tuple(o.carried(plain if plain in o.dtypes else o.dtypes[0]) for o in program.operands())
     return Variant(program, dtypes, hidden_size, vec=layout.access_width(hidden_size, [(0, 1, (hidden_size,))]))
 
 
@@ -64,4 +66,4 @@ def command(op: Op, route: str, target: str, variant: Variant) -> str:
 
 def _code(variant: Variant) -> tuple[Any, ...]:
     """What the C++ routes compile for; the rest is known when a kernel runs."""
-    return variant.program, variant.dtypes
+    return variant.program.code(), variant.dtypes

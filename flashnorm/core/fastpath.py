@@ -19,6 +19,7 @@ import torch
 
 from flashnorm.core.checks import FLT_MAX, least, split
 from flashnorm.core.dispatch import forced_here
+from flashnorm.program import TAILED
 
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
@@ -107,6 +108,7 @@ def warm(
     unless: Sequence[str] = (),
     seen: Sequence[str] = (),
     only: Mapping[str, Any] | None = None,
+    tails: Mapping[str, Sequence[str]] | None = None,
     eager: bool,
 ) -> Callable[..., Any]:
     """Compiles the function that stands in front of `cold`.
@@ -120,12 +122,14 @@ def warm(
         unless: parameters that are None in every warm call: with them, `cold` asks another operator.
         seen: further parameters that an entry was made under, after the options.
         only: parameters that have this value in every warm call.
+        tails: outputs that are not H wide: the parameters that say how wide they are.
         eager: called by people, so that modes and profilers must be looked for; else by torch's dispatcher.
     """
     flags = flags or {}
     asked = {operand: flag for flag, operand in flags.items()}
     parameters = list(inspect.signature(cold).parameters.values())
     given = {p.name for p in parameters}
+    state = (*(name for name in op.options if name in given), *seen, *flags)
     local = {o.name: names.get(o.name, o.name) for o in op.operands}
     spread = {name: scalar for name, (scalar, _) in op.by_value.items() if scalar not in given}
     allocate = [f"{name}_tensor, {scalar} = {_spread(op, name, local[name])}" for name, scalar in spread.items()]
@@ -144,7 +148,11 @@ def warm(
             allocate.append(f"{n} = empty({o.name!r}, {x}) if {asked[o.name]} else None")
         elif n not in given:
             allocate.append(f"{n} = None")
-        elif o.mode == "out" and o.like and o.name not in op.optional:
+        elif tails and o.name in tails:
+            sizes = ", ".join(tails[o.name])
+            dtype = f", dtype=dtypes[{n!r}]" if len(o.dtypes) == 1 else ""
+            allocate.append(f"{n} = {x}.new_empty((*{x}.shape[:-1], {sizes}){dtype}) if {n} is None else {n}")
+        elif o.mode == "out" and o.like and o.name not in op.optional and o.kind not in TAILED:
             allocate.append(f"{n} = empty_like({local[o.like] if o.like else x}) if {n} is None else {n}")
     written = [o.name for o in op.operands if o.written]
     # A registered operator returns nothing: its schema says so.
@@ -158,8 +166,8 @@ def warm(
         eager=EAGER.format(unless=_elsewhere(unless, only or {})) if eager else "",
         allocate="; ".join(allocate) or "pass",
         x=x,
-        state_seen=", ".join(f"{name}_seen" for name in (*op.options, *seen, *flags, "forced")),
-        state=" and ".join((*(_same(name) for name in (*op.options, *seen, *flags)), "forced_here() is forced_seen")),
+        state_seen=", ".join(f"{name}_seen" for name in (*state, "forced")),
+        state=" and ".join((*(_same(name) for name in state), "forced_here() is forced_seen")),
         scalars_seen=", ".join(f"{s}_seen" for s in op.scalars),
         scalars=" and ".join(
             f"({s} is {s}_seen or {s}.__class__ is float and {least(s)!r} <= {s} <= {FLT_MAX!r})" for s in op.scalars
@@ -189,11 +197,25 @@ def warm(
         "ABSENT": ABSENT,
         "split": functools.partial(split, op),
         "recent": recent,
-        "cold": cold,
+        "cold": _named(cold, parameters),
         "defaults": {p.name: p.default for p in parameters},
+        "dtypes": {local[o.name]: getattr(torch, o.dtypes[0]) for o in op.operands if o.name in (tails or ())},
     }
     exec(compile(text, f"<flashnorm {op.name}>", "exec"), scope)  # our own text
     call: Any = functools.wraps(cold)(scope[op.name])
+    call.is_warm = True
+    return call
+
+
+def _named(cold: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
+    """The function behind, which says what keyword is lacking: those that were left out are left out again."""
+    required = any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters)
+    if not required or hasattr(cold, "is_warm"):  # another warm call takes ABSENT as it is
+        return cold
+
+    def call(*args: Any, **more: Any) -> Any:
+        return cold(*args, **{name: value for name, value in more.items() if value is not ABSENT})
+
     return call
 
 
@@ -211,8 +233,9 @@ def _elsewhere(unless: Sequence[str], only: Mapping[str, Any]) -> str:
 
 
 def _same(name: str) -> str:
-    """Whether an option is what it was. Mostly the same object; only strings and flags are compared."""
-    return f"({name} is {name}_seen or {name}.__class__ in (str, bool) and {name} == {name}_seen)"
+    """Whether an option is what it was. Mostly the same object; only words, flags and numbers are compared."""
+    compared = f"{name}.__class__ in (str, bool, int, float) and {name}.__class__ is {name}_seen.__class__"
+    return f"({name} is {name}_seen or {compared} and {name} == {name}_seen)"
 
 
 def _bumps(written: Sequence[tuple[str, bool]]) -> str:
@@ -244,7 +267,7 @@ def _signature(parameters: Any) -> str:
 
 
 def _positional(parameters: Any) -> str:
-    """Hands a call with too many positional arguments on, to be refused; and one that lacks a keyword."""
+    """Hands a call with too many positional arguments on, to be refused."""
     ordinary = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     if len(ordinary) == len(parameters):
         return ""

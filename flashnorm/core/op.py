@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from flashnorm.core import checks, dispatch, fastpath, guard, guard_mode, plan
-from flashnorm.program import ENCODED, Operand, RowProgram
+from flashnorm.program import ENCODED, Operand, Program, RowProgram
 
 F = TypeVar("F", bound=Callable[..., Any])
 OPS: dict[str, Op] = {}  # the operators that are public functions, by name
@@ -54,6 +54,7 @@ class Op:
         functional: the operator that computes the same into new tensors, each `like` an operand that this
             one overwrites. Compilers get that one: they have been seen to drop a clone and hand one tensor
             in twice where two arguments are mutated.
+        by_rows: its program is a row program.
         public: is a public function of the package under this name.
         called: the public function that users know it by, where that has another name.
     """
@@ -62,7 +63,7 @@ class Op:
         self,
         name: str,
         *,
-        program: Callable[[frozenset[str], Mapping[str, Any]], RowProgram],
+        program: Callable[[frozenset[str], Mapping[str, Any]], Program],
         reference: Callable[..., None],
         options: Mapping[str, Mapping[str, Any]],
         optional: Sequence[str] = (),
@@ -89,8 +90,9 @@ class Op:
         numbers = {number: called_so.get(name, name) for name, (number, _) in self.by_value.items()}
         self.labels = {"x": "input", **numbers, **called_so}
         self.functional = functional
-        first = {key: next(iter(values)) for key, values in options.items()}
+        first = {key: next(iter(values.values())) for key, values in options.items()}
         full = program(_Everything(), first)
+        self.by_rows = isinstance(full, RowProgram)
         self.operands: tuple[Operand, ...] = full.operands()
         self._index = {o.name: i for i, o in enumerate(self.operands)}
         self.optional = tuple(name for name in optional if name in self._index)
@@ -99,6 +101,7 @@ class Op:
         self.returns = tuple(outs if returns is None else returns)
         self.encoded = tuple(i for i, o in enumerate(self.operands) if set(o.dtypes) & set(ENCODED))
         self._asked: tuple[str, ...] = ()
+        self._derived: frozenset[str] = frozenset()
         self._warm_calls: fastpath.Recent = {}
         self._warm_kernels: fastpath.Recent = {}
         self._define()
@@ -125,7 +128,7 @@ class Op:
         row = next(t for o, t in zip(self.operands, tensors, strict=True) if o.kind == "row" and t is not None)
         return self.blocks(tensor, math.prod(row.shape[:-1]))
 
-    def program_of(self, tensors: Sequence[Any], options: Mapping[str, Any]) -> RowProgram:
+    def program_of(self, tensors: Sequence[Any], options: Mapping[str, Any]) -> Program:
         """The program of a call with these tensors (None where absent)."""
         present = frozenset(o.name for o, t in zip(self.operands, tensors, strict=True) if t is not None)
         return self.program(present, options)
@@ -156,20 +159,26 @@ class Op:
         unless: Sequence[str] = (),
         seen: Sequence[str] = (),
         only: Mapping[str, Any] | None = None,
+        tails: Mapping[str, Sequence[str]] | None = None,
         **flags: str,
     ) -> Callable[[F], F]:
         """Decorates the public function: puts the warm call in front of it.
+
+        An option that is no parameter of the function is one that it makes of those in `seen`.
 
         Args:
             unless: parameters with which the function asks another operator.
             seen: further parameters that the function hands to `checked` as `seen`, in this order.
             only: parameters with the value that they have in a warm call.
+            tails: outputs that are not H wide: the parameters that say how wide they are.
             flags: parameters that ask for an optional output: `return_rstd="rstd"`.
         """
         self._asked = tuple(flags.values())
 
         def decorate(cold: F) -> F:
+            self._derived = frozenset(self.options) - set(inspect.signature(cold).parameters)
             more: dict[str, Any] = {"names": self.labels, "flags": flags, "unless": unless, "seen": seen, "only": only}
+            more["tails"] = tails
             return cast(F, fastpath.warm(self, self._warm_calls, cold, **more, eager=True))
 
         return decorate
@@ -200,7 +209,8 @@ class Op:
             self._dispatch(tensors, scalars, options, enable_pdl)
         else:
             asked = (tensors[self.index(name)] is not None for name in self._asked)
-            chosen = args[len(args) - 1 - len(self.options) : -1]
+            given = zip(self.options, args[len(args) - 1 - len(self.options) : -1], strict=True)
+            chosen = (value for name, value in given if name not in self._derived)
             state = (*chosen, *seen, *asked, dispatch.forced_here())
             self._execute(tensors, scalars, options, enable_pdl, self._warm_calls, state)
         return self._result(tensors)
@@ -238,7 +248,7 @@ class Op:
         """The registered operator, which carries 8-bit floating-point tensors as bytes, and their dtypes as words."""
         words = [checks.dtype_name(tensors[i]) for i in self.encoded]
         passed = [t.view(torch.uint8) if i in self.encoded else t for i, t in enumerate(tensors)]
-        self.overload(*passed, *scalars, *options.values(), pdl, *words)
+        self.overload(*passed, *scalars, *map(str, options.values()), pdl, *words)
 
     def _spread(self, args: Sequence[Any]) -> list[Any]:
         """A public call's arguments, each that may be tensor or number as both."""

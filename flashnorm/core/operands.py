@@ -15,7 +15,7 @@ import torch
 
 from flashnorm.core import layout
 from flashnorm.core.checks import dtype_name, scales_view
-from flashnorm.program import SCALES, Operand, RowProgram, Variant
+from flashnorm.program import SCALES, TAILED, Operand, Program, Variant
 
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
@@ -47,11 +47,11 @@ class View:
 
 
 _POOLS = ("pool", "per_pool")
-_GRID = ("row", "pairs", "vec", "per_row")
+_GRID = ("row", "pairs", "vec", "per_row", "heads")
 WIDE = ("row", "pairs", "pool", "vec")  # whose elements along H are accessed several at a time
 
 
-def normalise(op: Op, program: RowProgram, tensors: Sequence[torch.Tensor | None]) -> tuple[Variant, list[View]]:
+def normalise(op: Op, program: Program, tensors: Sequence[torch.Tensor | None]) -> tuple[Variant, list[View]]:
     """The kernel variant of a call and, for each operand of the program, its view."""
     operands = program.operands()
     given: list[torch.Tensor] = []
@@ -111,6 +111,7 @@ class _Place:
         operand, grid, hidden: whose, over which sizes, and the size of its last dimension.
         outer: its strides over them, in elements.
         copy: it is a contiguous copy that lies so.
+        tail: sizes and strides behind the grid of one that is not H wide.
     """
 
     operand: Operand
@@ -118,6 +119,7 @@ class _Place:
     hidden: int
     outer: tuple[int, ...]
     copy: bool = False
+    tail: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def wide(self) -> bool:
@@ -126,6 +128,8 @@ class _Place:
     @property
     def whole(self) -> tuple[int, ...]:
         """The shape of a copy of it."""
+        if self.tail is not None:
+            return (*self.grid, *self.tail[0])
         return (*self.grid, self.hidden) if self.wide else self.grid
 
     @property
@@ -136,7 +140,9 @@ class _Place:
     def copied(self) -> None:
         """Makes it a contiguous copy; a shared vector stays one row."""
         self.copy = True
-        if not self.shared:
+        if self.tail is not None:
+            self.outer, self.tail = _dense(self.grid, math.prod(self.tail[0])), (self.tail[0], _dense(self.tail[0], 1))
+        elif not self.shared:
             self.outer = _dense(self.grid, self.hidden if self.wide else 1)
 
     def view(self, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -144,6 +150,9 @@ class _Place:
         kind = self.operand.kind
         if kind == "scalar":
             return (1,), (1,)
+        if self.tail is not None:
+            inner, steps = self.tail
+            return ((*sizes, *inner), (*self.outer, *steps)) if kind == "heads" else (inner, steps)
         if not self.wide:
             return sizes, self.outer
         if self.shared:
@@ -158,6 +167,8 @@ def _place(operand: Operand, tensor: torch.Tensor, grid: tuple[int, ...], hidden
         hidden //= 2
     if operand.kind in ("scalar", *SCALES):
         return _Place(operand, (), hidden, ())
+    if operand.kind in TAILED:
+        return _place_tail(operand, tensor, grid if operand.kind == "heads" else ())
     if operand.kind in ("per_row", "per_pool"):
         return _Place(operand, grid, hidden, _value_strides(tensor, grid))
     lead = tensor.shape[:-1]
@@ -167,6 +178,18 @@ def _place(operand: Operand, tensor: torch.Tensor, grid: tuple[int, ...], hidden
     inner = (0 if broadcast and n == 1 else s for n, s in zip(lead, tensor.stride()[:-1], strict=True))
     place = _Place(operand, grid, hidden, (*pad, *inner))
     if hidden != 1 and tensor.stride(-1) != 1:
+        place.copied()
+    return place
+
+
+def _place_tail(operand: Operand, tensor: torch.Tensor, grid: tuple[int, ...]) -> _Place:
+    sizes, strides = tuple(tensor.shape[len(grid) :]), tensor.stride()[len(grid) :]
+    if operand.kind == "gain":  # one row for each head: a flat one is cut into them, a single one repeats
+        n, d = operand.tails[0]
+        outer = strides[0] if len(sizes) == 2 else d * strides[0] if sizes == (n * d,) else 0
+        sizes, strides = (n, d), (outer, strides[-1])
+    place = _Place(operand, grid, 0, tensor.stride()[: len(grid)], tail=(sizes, strides))
+    if strides[-1] != 1:
         place.copied()
     return place
 
@@ -213,7 +236,7 @@ def _is_view(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...
 
 
 # ------------------------------------------------------------------ launches
-def over(op: Op, program: RowProgram, kernel: Launch, views: Sequence[View]) -> Launch:
+def over(op: Op, program: Program, kernel: Launch, views: Sequence[View]) -> Launch:
     """The kernel over the operator's arguments: its own scalars, views, and copies in and out, around it."""
     first = len(op.scalars) + 1
     leading = leading_arguments(op, program)
@@ -236,7 +259,7 @@ def over(op: Op, program: RowProgram, kernel: Launch, views: Sequence[View]) -> 
     return run
 
 
-def leading_arguments(op: Op, program: RowProgram) -> list[int]:
+def leading_arguments(op: Op, program: Program) -> list[int]:
     """Which of the operator's scalars and enable_pdl a program's kernel takes, by their places."""
     return [*(op.scalars.index(name) for name in program.scalars()), len(op.scalars)]
 

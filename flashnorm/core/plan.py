@@ -24,7 +24,7 @@ from flashnorm.core.operands import Launch, View, grid_of, leading_arguments, no
 from flashnorm.core.tools import tools
 from flashnorm.jit import JitError, LoadError, MissingArtifact
 from flashnorm.jit.arch import device_arch
-from flashnorm.program import SCALES, RowProgram, Variant
+from flashnorm.program import SCALES, Program, Variant
 
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
@@ -108,7 +108,7 @@ def _nothing(*_: Any) -> None:
     """No rows: nothing to do."""
 
 
-def _reference_launch(op: Op, program: RowProgram, options: dict[str, Any], rows: int) -> Launch:
+def _reference_launch(op: Op, program: Program, options: dict[str, Any], rows: int) -> Launch:
     count = len(op.scalars)
     names = [o.name for o in op.operands]
 

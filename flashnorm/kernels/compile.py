@@ -61,7 +61,7 @@ def fake(operand: Operand, variant: Variant, sizes: Sizes):
     name, hidden = variant.dtype(operand.name), variant.hidden_size
     outer: tuple = sizes.outer
     if operand.kind in SCALES:
-        store = variant.program.store
+        store = variant.row_program.store
         assert isinstance(store, BlockScales)
         outer = (cute.sym_int64(), store.columns(hidden, operand.kind))
     elif operand.kind in ("pool", "per_pool"):

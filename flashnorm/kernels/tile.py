@@ -226,7 +226,7 @@ def sm_of(arch: str) -> int:
 
 def needs_of(variant: Variant) -> Needs:
     """What a variant asks of its tiles."""
-    program, load, store = variant.program, variant.program.load, variant.program.store
+    program, load, store = variant.row_program, variant.row_program.load, variant.row_program.store
     rows = [o for o in load.operands() if o.kind in ("row", "pool") and o.mode != "out"]
     beside = [WIDTH[variant.dtype(o.name)] for stage in program.maps for o in stage.operands() if o.kind == "row"]
     loaded = (*(WIDTH[variant.dtype(o.name)] for o in rows), *beside)

@@ -31,12 +31,17 @@ def new_out(op: Op, input: Any, weight: Any, out: Any, row_index: Any) -> torch.
 
 def check_index(op: Op, input: torch.Tensor, row_index: torch.Tensor | None) -> None:
     """Raises ValueError for a bad index, where looking is free: on the CPU."""
-    if row_index is None or torch.compiler.is_compiling() or type(row_index) not in PLAIN:
+    if row_index is not None:
+        check_bounds(op, "row_index", row_index, input.numel() // max(1, input.shape[-1]))
+
+
+def check_bounds(op: Op, name: str, index: Any, count: int) -> None:
+    """Raises ValueError where an index is not 0 to count - 1 and looking is free; what is no index is named later."""
+    if torch.compiler.is_compiling() or type(index) not in PLAIN:
         return
-    if row_index.device.type != "cpu" or row_index.numel() == 0 or row_index.dtype not in (torch.int32, torch.int64):
+    if index.device.type != "cpu" or index.numel() == 0 or index.dtype not in (torch.int32, torch.int64):
         return
-    count = input.numel() // max(1, input.shape[-1])
-    low, high = (int(v) for v in row_index.aminmax())
+    low, high = (int(v) for v in index.aminmax())
     if low < 0 or high >= count:
         bad = low if low < 0 else high
-        raise ValueError(f"{op.called}: row_index must be 0 to {count - 1}, got {bad}")
+        raise ValueError(f"{op.called}: {name} must be 0 to {count - 1}, got {bad}")

@@ -6,14 +6,17 @@ dataclass here, and a `RowProgram` is four of them (plus what is saved for a bac
 hash and repr of a program *are* the cache key of its kernels, and its operand list is the order
 in which every route takes its tensors: nothing about a kernel is written down a second time.
 
-`operand.py` says what operands and stages are, `stages.py` and `stores.py` have the stages.
+`operand.py` says what operands and stages are, `stages.py` and `stores.py` have the stages. `qk.py` has the program
+that is no row program.
 
 Pure data: no torch, no DSL, no CUDA. Dtypes are named by their `torch` attribute ("bfloat16").
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flashnorm.program.operand import (
     ENCODED,
@@ -21,6 +24,7 @@ from flashnorm.program.operand import (
     FP4,
     FP8,
     SCALES,
+    TAILED,
     TILE_COLUMNS,
     TILE_ROWS,
     UE8M0,
@@ -29,6 +33,7 @@ from flashnorm.program.operand import (
     Operand,
     Stage,
 )
+from flashnorm.program.qk import COS, MAX_HEAD_DIM, SCOPES, SIN, QkLayout, QkLayouts, QkNormRope
 from flashnorm.program.stages import (
     EXP2,
     EXP_FROM,
@@ -65,6 +70,7 @@ from flashnorm.program.stores import (
 )
 
 __all__ = [
+    "COS",
     "ENCODED",
     "EXP2",
     "EXP_FROM",
@@ -74,7 +80,11 @@ __all__ = [
     "FP8",
     "LN2",
     "LOG2E",
+    "MAX_HEAD_DIM",
     "SCALES",
+    "SCOPES",
+    "SIN",
+    "TAILED",
     "TILE_COLUMNS",
     "TILE_ROWS",
     "UE8M0",
@@ -97,6 +107,10 @@ __all__ = [
     "Mode",
     "NextNorm",
     "Operand",
+    "Program",
+    "QkLayout",
+    "QkLayouts",
+    "QkNormRope",
     "QuantBlocks",
     "QuantNvfp4",
     "QuantTensor",
@@ -140,6 +154,22 @@ class RowProgram:
         """Every run-time fp32 value once, in order of first use."""
         return tuple(dict.fromkeys(name for stage in self.stages() for name in stage.scalars()))
 
+    # ------------------------------------------------------------------ what every program says of itself
+    @property
+    def name(self) -> str:
+        return type(self.load).__name__
+
+    def code(self) -> RowProgram:
+        """What the C++ routes compile for: all of it."""
+        return self
+
+    def bind(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        """The launch, from a compiled kernel's entry point: that itself."""
+        return kernel
+
+
+Program = RowProgram | QkNormRope
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -156,12 +186,23 @@ class Variant:
             stride are multiples of it, every pointer of `min(16, vec * itemsize)` bytes.
     """
 
-    program: RowProgram
+    program: Program
     dtypes: tuple[str, ...]
     hidden_size: int
     row_rank: int = 1
     row_vecs: tuple[str, ...] = ()
     vec: int = 8
+
+    @property
+    def row_program(self) -> RowProgram:
+        """The program, which is one of rows.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if not isinstance(self.program, RowProgram):
+            raise ValueError(f"{self.program.name} is no row program")
+        return self.program
 
     def dtype(self, name: str) -> str:
         for operand, dtype in zip(self.program.operands(), self.dtypes, strict=True):
@@ -175,7 +216,7 @@ class Variant:
         return rounding(self.program, self.dtypes)
 
 
-def rounding(program: RowProgram, dtypes: tuple[str, ...]) -> str:
+def rounding(program: Program, dtypes: tuple[str, ...]) -> str:
     """T of arithmetic.md: the input's dtype. An int8 input has the output's, else the weight's, else bfloat16."""
     given = {operand.name: dtype for operand, dtype in zip(program.operands(), dtypes, strict=True)}
     return next((given[name] for name in ("x", "out", "weight") if given.get(name) in FLOATS), "bfloat16")

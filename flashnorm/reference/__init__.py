@@ -38,6 +38,7 @@ from flashnorm.reference.gated import (
     rmsnorm_sigmoid_gate,
 )
 from flashnorm.reference.layer import add_layernorm, fused_add_layernorm, layernorm, layernorm_quant
+from flashnorm.reference.qk import fused_qk_rmsnorm_rope
 from flashnorm.reference.rms import (
     add_rmsnorm,
     add_rmsnorm_dynamic_quant,
@@ -79,6 +80,7 @@ __all__ = [
     "fused_dit_gate_residual_layernorm_gamma_beta",
     "fused_dit_gate_residual_layernorm_scale_shift",
     "fused_dit_residual_layernorm_scale_shift",
+    "fused_qk_rmsnorm_rope",
     "fused_rmsnorm_silu",
     "fused_rmsnorm_silu_fp4",
     "fused_rmsnorm_silu_quant",

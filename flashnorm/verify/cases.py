@@ -68,9 +68,12 @@ Shapes = tuple[tuple[int, int], ...]
 
 
 def operators() -> dict[str, Op]:
-    """What calls outside of a compiler run: all but the forms that compilers get. What builds faster comes first."""
+    """What calls outside of a compiler run: all but the forms that compilers get. What builds faster comes first.
+
+    The model reads row programs: what is none has no part in it.
+    """
     compiled = {op.functional.name for op in ALL.values() if op.functional is not None}
-    mine = [op for name, op in ALL.items() if name not in compiled]
+    mine = [op for name, op in ALL.items() if name not in compiled and op.by_rows]
     return {op.name: op for op in sorted(mine, key=lambda op: (quantised(op), _has(op, "bias"), _has(op, "residual")))}
 
 
@@ -164,7 +167,9 @@ def options_of(op: Op, case: Case) -> dict[str, Any]:
 
 
 def program_of(op: Op, case: Case, device: torch.device) -> RowProgram:
-    return op.program(present(op, case, device), meant(op, case))
+    program = op.program(present(op, case, device), meant(op, case))
+    assert isinstance(program, RowProgram)
+    return program
 
 
 def meant(op: Op, case: Case) -> dict[str, Any]:

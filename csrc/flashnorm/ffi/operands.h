@@ -173,7 +173,7 @@ class Operands {
     return pointer<T>(t);
   }
 
- private:
+  // The tensor of an operand, which has to have this element type.
   template <class Element>
   const TensorView& checked(int index) const {
     const DLDataType found = tensors_[index].dtype(), expected = ElementType<Element>::value;
@@ -190,6 +190,7 @@ class Operands {
     return reinterpret_cast<T*>(static_cast<char*>(t.data_ptr()) + t.byte_offset());
   }
 
+ private:
   template <class Ref>
   void set_strides(Ref& ref, const TensorView& t, int index) const {
     if (t.size(rank_ - 1) != inner_ || (rank_ == 2 && t.size(0) != outer_)) shape_error(index);

@@ -1,0 +1,86 @@
+// The shape of a kernel of `QkNormRope`, where things lie in its shared memory, and how a thread walks over heads.
+#pragma once
+
+#include "../device.cuh"
+#include "program.cuh"
+
+namespace flashnorm {
+
+// What a thread's units are: elements of any place; groups of 8 that are aligned and never split by a head or by what
+// turns; or such groups that have the same channels in every head that the thread comes to.
+enum class Groups { kLoose, kWhole, kSteady };
+
+// How a kernel divides a token, fixed when it is compiled.
+template <int kThreads_, int kLanes_, Groups kGroups_, bool kStaged_>
+struct QkTile {
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kLanes = kLanes_;  // of a canonical sum, a thread
+  static constexpr Groups kGroups = kGroups_;
+  static constexpr bool kWhole = kGroups != Groups::kLoose;
+  static constexpr bool kSteady = kGroups == Groups::kSteady;
+  static constexpr bool kStaged = kStaged_;  // Q and K fit into shared memory; else they are read again
+};
+
+// Division by a number that is known when a kernel is launched, for numerators below 2^31: a product's upper half. The
+// quotient of Granlund and Montgomery (1994), whose multiplier has 32 bits for such numerators.
+struct Divisor {
+  uint32_t divisor;
+  uint32_t multiplier;
+  uint32_t shift;
+
+  Divisor() = default;
+  explicit Divisor(uint32_t by) : divisor(by), multiplier(0), shift(0) {
+    while ((uint64_t(1) << shift) < by) ++shift;
+    multiplier = uint32_t((uint64_t(1) << (31 + shift)) / by + 1);
+  }
+  FN_HOST_DEVICE uint32_t quotient(uint32_t n) const {
+    const uint64_t product = uint64_t(n) * multiplier;
+    return uint32_t(product >> 31 >> shift);
+  }
+};
+
+// The launch's own arguments, beside the program.
+struct QkGrid {
+  Divisor inner;  // tokens of one outer row
+  Divisor sequence, plane, width;
+  int head_shift;  // log2 of head_dim, where groups are steady
+
+  explicit QkGrid(int64_t tokens, const QkLayout& layout)
+      : inner(uint32_t(tokens)),
+        sequence(uint32_t(layout.grid[0]) * layout.grid[1] * layout.grid[2]),
+        plane(uint32_t(layout.grid[1]) * layout.grid[2]),
+        width(uint32_t(layout.grid[2])),
+        head_shift(0) {
+    while ((1 << head_shift) < layout.head_dim) ++head_shift;
+  }
+
+  // The token's place in the grid of its sequence.
+  FN_HOST_DEVICE GridPlace place(uint32_t token) const {
+    const uint32_t i = token - sequence.quotient(token) * sequence.divisor;
+    const uint32_t frame = plane.quotient(i), rest = i - frame * plane.divisor;
+    const uint32_t row = width.quotient(rest);
+    return {int(frame), int(row), int(rest - row * width.divisor)};
+  }
+};
+
+// Where the parts of a CTA's shared memory begin: cosines, sines, then Q and K. Pairs are rounded up to whole vectors.
+FN_HOST_DEVICE int table_pairs(const QkLayout& layout) { return (layout.pairs() + 3) / 4 * 4; }
+FN_HOST_DEVICE int table_bytes(const QkLayout& layout) { return 2 * table_pairs(layout) * int(sizeof(float)); }
+
+#if FN_KERNELS
+
+// A walk over the elements of a part, `kThreads` units at a time: where it is, as a head and a channel.
+struct Walk {
+  int head;
+  int channel;
+
+  FN_DEVICE void step(const Walk& by, int head_dim) {
+    head += by.head;
+    channel += by.channel;
+    if (channel >= head_dim) channel -= head_dim, ++head;
+  }
+};
+
+#endif  // FN_KERNELS
+
+}  // namespace flashnorm

@@ -1,0 +1,443 @@
+// Q and K normalised and turned, V copied, on a GPU: one CTA a token.
+//
+// Q and K of the token wait in shared memory between the two passes, so that NeoX's partners are at hand and a thread
+// holds nothing but a group; V goes straight through. The token's sines and cosines are computed once, by the threads
+// that each have a pair, while the copies are under way. How many threads there are is the plan's, and no result depends
+// on it (reduce.cuh).
+#pragma once
+
+#include "access.cuh"
+
+#include "qk/tile.cuh"
+#include "reduce.cuh"
+
+namespace flashnorm {
+
+#if FN_KERNELS
+
+template <class Program, class Tile>
+class QkToken {
+  using X = typename Program::X;
+  using Out = typename Program::Out;
+  static constexpr int kThreads = Tile::kThreads;
+  static constexpr int kUnit = Tile::kWhole ? kGroup : 1;  // elements that are stored together
+  static constexpr bool kInterleave = Program::Options::kInterleave;
+  static constexpr Scope kScope = Program::Options::kScope;
+
+ public:
+  FN_DEVICE QkToken(const Program& program, const QkGrid& grid)
+      : program_(program), layout_(program.layout), grid_(grid) {
+    const uint32_t token = blockIdx.x, outer = grid.inner.quotient(token);
+    row_ = {outer, token - outer * grid.inner.divisor, token};
+    thread_ = threadIdx.x;
+    // Only once: what follows is additions.
+    const int head_dim = layout_.head_dim, first = thread_ * kUnit, all = kThreads * kUnit;
+    if constexpr (Tile::kSteady) {
+      first_ = {first >> grid.head_shift, first & (head_dim - 1)};
+      step_ = {all >> grid.head_shift, 0};
+    } else {
+      first_ = {first / head_dim, first % head_dim};
+      step_ = {all / head_dim, all % head_dim};
+    }
+    cos_ = reinterpret_cast<float*>(dynamic_shared());
+    sin_ = cos_ + table_pairs(layout_);
+    staged_ = reinterpret_cast<X*>(sin_ + table_pairs(layout_));
+    x_ = program_.x.row(row_);
+  }
+
+  FN_DEVICE void run() {
+    if constexpr (!Program::kCached) compute_turns();
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    stage();
+    if constexpr (Program::kCached) read_turns();
+    copy();
+    await_copies();
+    if constexpr (kScope == Scope::kHead) {
+      sync_cta();
+      const Turns turns = turns_at(first_.channel);
+      by_head<kQ>(turns);
+      by_head<kK>(turns);
+    } else {
+      float rstd[2] = {};
+      if constexpr (kScope == Scope::kHidden) {
+        if constexpr (!Tile::kWhole) sync_cta();  // a group is what other threads have staged
+        sum(rstd);  // it waits for all threads
+      } else {
+        sync_cta();
+      }
+      const Turns turns = turns_at(first_.channel);
+      all_heads<kQ>(rstd[0], turns);
+      all_heads<kK>(rstd[1], turns);
+    }
+  }
+
+ private:
+  // The cosines and sines of a group's pairs; where a group is on one side of them, the sines have its sign.
+  struct Turns {
+    static constexpr int kCount = kInterleave ? kGroup / 2 : kGroup;
+    float cos[kCount];
+    float sin[kCount];
+  };
+
+  // A place in the heads of a part, where results and weights lie.
+  template <int kPart>
+  struct Cursor {
+    using W = WeightOf<Program, kPart>;
+    Walk walk;
+    Out* out;
+    const W* weight = nullptr;
+
+    FN_DEVICE explicit Cursor(const QkToken& token) { go(token, token.first_); }
+    FN_DEVICE void go(const QkToken& token, const Walk& to) {
+      walk = to;
+      out = token.program_.out[kPart].at(token.row_, to.head) + to.channel;
+      if constexpr (!std::is_void_v<W>) weight = token.program_.template weight<kPart>().at(to.head) + to.channel;
+    }
+    // To the thread's next unit.
+    FN_DEVICE void next(const QkToken& token) {
+      if constexpr (Tile::kSteady) {
+        out += token.step_.head * token.program_.out[kPart].head_stride;
+        if constexpr (!std::is_void_v<W>) {
+          weight += token.step_.head * token.program_.template weight<kPart>().head_stride;
+        }
+      } else {
+        walk.step(token.step_, token.layout_.head_dim);
+        go(token, walk);
+      }
+    }
+  };
+
+  // ---------------------------------------------------------------- sines and cosines
+  FN_DEVICE void compute_turns() {
+    const GridPlace place = grid_.place(uint32_t(row_.number));
+    for (int p = thread_; p < layout_.pairs(); p += kThreads) {
+      const Turn turn = turn_of(float(place.position(layout_, p)), layout_.frequency[p]);
+      cos_[p] = turn.cos;
+      sin_[p] = turn.sin;
+    }
+  }
+  FN_DEVICE void read_turns() {
+    const int64_t index = int64_t(program_.positions[row_]);
+    lost_ = !program_.cos_sin.has(index);
+    if (lost_) return;
+    const float* from = program_.cos_sin.row(index);
+    for (int p = thread_; p < layout_.pairs(); p += kThreads) {
+      cos_[p] = from[p];
+      sin_[p] = from[layout_.pairs() + p];
+    }
+  }
+
+  // Of the group that begins at a channel.
+  FN_DEVICE Turns turns_at(int channel) const {
+    Turns turns = {};
+    if (!Tile::kWhole || channel >= layout_.rotary_dim) return turns;
+    const int half = layout_.pairs();
+    const bool low = kInterleave || channel < half;
+    const int pair = kInterleave ? channel / 2 : low ? channel : channel - half;
+    FN_UNROLL
+    for (int k = 0; k < Turns::kCount; k += 4) {
+      const float4 cos = *reinterpret_cast<const float4*>(cos_ + pair + k);
+      const float4 sin = *reinterpret_cast<const float4*>(sin_ + pair + k);
+      turns.cos[k] = cos.x, turns.cos[k + 1] = cos.y, turns.cos[k + 2] = cos.z, turns.cos[k + 3] = cos.w;
+      turns.sin[k] = sin.x, turns.sin[k + 1] = sin.y, turns.sin[k + 2] = sin.z, turns.sin[k + 3] = sin.w;
+    }
+    if (!kInterleave && low) {
+      FN_UNROLL
+      for (int k = 0; k < Turns::kCount; ++k) turns.sin[k] = -turns.sin[k];
+    }
+    return turns;
+  }
+
+  // ---------------------------------------------------------------- elements
+  // Q and K come to shared memory; `await_copies` ends it. Each by itself: whole groups are copied by the thread that
+  // sums them, which then waits for no other.
+  FN_DEVICE void stage() {
+    if constexpr (Tile::kStaged) {
+      FN_UNROLL
+      for (int part = kQ; part <= kK; ++part) {
+        const X* from = x_ + layout_.start(part);
+        X* to = staged_ + layout_.start(part);
+        const int count = layout_.width(part);
+        for (int i = thread_ * kUnit; i < count; i += kThreads * kUnit) {
+          if constexpr (Tile::kWhole) {
+            start_copy(reinterpret_cast<uint4*>(to + i), reinterpret_cast<const uint4*>(from + i));
+          } else {
+            to[i] = from[i];
+          }
+        }
+      }
+    }
+  }
+  FN_DEVICE const X* element(int i) const {
+    if constexpr (Tile::kStaged) {
+      return staged_ + i;
+    } else {
+      return x_ + i;
+    }
+  }
+  // The `count` first of 8 elements from the i-th on, and +0 for the rest.
+  FN_DEVICE void read(float (&v)[kGroup], int i, int count) const {
+    if constexpr (Tile::kWhole) {
+      Pack<X, kGroup> pack;
+      detail::load<true>(pack, element(i), Whole{});
+      widen(v, pack);
+    } else {
+      FN_UNROLL
+      for (int k = 0; k < kGroup; ++k) v[k] = k < count ? widened(*element(i + k)) : 0.0f;
+    }
+  }
+
+  // V, several groups in flight.
+  FN_DEVICE void copy() const {
+    constexpr int kBatch = Tile::kWhole ? 4 : 1;
+    const int start = layout_.start(kV), count = layout_.width(kV);
+    Cursor<kV> at(*this);
+    for (int i = thread_ * kUnit; i < count; i += kBatch * kThreads * kUnit) {
+      Pack<X, kUnit> pack[kBatch];
+      FN_UNROLL
+      for (int k = 0; k < kBatch; ++k) {
+        const int from = i + k * kThreads * kUnit;
+        if (from < count) read_unit(pack[k], x_ + start + from);
+      }
+      FN_UNROLL
+      for (int k = 0; k < kBatch; ++k) {
+        if (i + k * kThreads * kUnit < count) put_v(pack[k], at.out);
+        at.next(*this);
+      }
+    }
+  }
+  template <int N>
+  FN_DEVICE static void read_unit(Pack<X, N>& pack, const X* from) {
+    if constexpr (N > 1) {
+      detail::load<true>(pack, from, Whole{});
+    } else {
+      pack.words[0] = from->bits;
+    }
+  }
+  template <int N>
+  FN_DEVICE void put_v(const Pack<X, N>& pack, Out* to) const {
+    if constexpr (Program::kCoded) {
+      float v[N > 1 ? N : 4];
+      if constexpr (N > 1) {
+        widen(v, pack);
+      } else {
+        v[0] = v[1] = v[2] = v[3] = widened(X{uint16_t(pack.words[0])});
+      }
+      put(to, v, program_.v_scale);
+    } else if constexpr (N > 1) {
+      detail::store(to, pack, Whole{});
+    } else {
+      to->bits = uint16_t(pack.words[0]);
+    }
+  }
+
+  // Scaled, cast and stored: a group, or (N = 4) the first of four.
+  template <int N>
+  FN_DEVICE static void put(Out* to, float (&v)[N], float scale) {
+    if constexpr (Program::kCoded) {
+      FN_UNROLL
+      for (int i = 0; i < N; ++i) v[i] = fp::mul(v[i], scale);
+    }
+    Pack<Out, N> pack;
+    narrow(pack, v);
+    if constexpr (N == kGroup) {
+      detail::store(to, pack, Whole{});
+    } else {
+      to->bits = decltype(to->bits)(pack.words[0]);
+    }
+  }
+
+  // ---------------------------------------------------------------- sums
+  FN_DEVICE void sum(float (&rstd)[2]) const {
+    float lane[2][Tile::kLanes], sums[2];
+    RowReduce<kThreads, 1, 2> reduce(0, 0);
+    FN_UNROLL
+    for (int part = kQ; part <= kK; ++part) {
+      const int start = layout_.start(part), count = layout_.width(part);
+      FN_UNROLL
+      for (int j = 0; j < Tile::kLanes; ++j) {
+        // The lane's groups: one, unless the tile has as many lanes as a sum can have.
+        int i = (thread_ + j * kThreads) * kGroup;
+        lane[part][j] = 0.0f;
+        if (i >= count) continue;
+        Lane<Squares> squares;
+        float v[kGroup];
+        read(v, start + i, count - i);
+        squares.first(v);
+        if constexpr (Tile::kLanes * kThreads == kMaxLanes) for (i += Tile::kLanes * kThreads * kGroup; i < count; i += Tile::kLanes * kThreads * kGroup) {
+          read(v, start + i, count - i);
+          squares.next(v);
+        }
+        lane[part][j] = squares.fold(0);
+      }
+    }
+    reduce.template fold<Add>(sums, lane);
+    rstd[0] = program_.rstd(sums[0], layout_.width(kQ));
+    rstd[1] = program_.rstd(sums[1], layout_.width(kK));
+  }
+
+  // ---------------------------------------------------------------- results
+  template <int kPart>
+  FN_DEVICE void all_heads(float rstd, const Turns& turns) const {
+    const int start = layout_.start(kPart), count = layout_.width(kPart);
+    Cursor<kPart> at(*this);
+    for (int i = thread_ * kUnit; i < count; i += kThreads * kUnit) {
+      finish(start + i, at, rstd, turns);
+      at.next(*this);
+    }
+  }
+
+  // The same where every head has a sum of its own: as many threads a head as it has lanes, at most a warp.
+  template <int kPart>
+  FN_DEVICE void by_head(const Turns& turns) const {
+    const int head_dim = layout_.head_dim, heads = layout_.heads[kPart], start = layout_.start(kPart);
+    const int lanes = lanes_of(head_dim), team = lanes < 32 ? lanes : 32;
+    const int mine = thread_ & (team - 1), teams = kThreads / team;
+    Cursor<kPart> at(*this);
+    // Whole warps: shuffles need all threads.
+    for (int first = 0; first < heads; first += teams) {
+      const int head = first + thread_ / team;
+      const int begin = start + head * head_dim;
+      const bool there = head < heads;
+      float sum = fold_part_of_warp<Add>(there ? lane_sum(begin, mine) : 0.0f, team);
+      if (!Tile::kSteady && lanes > 32) {
+        sum = fp::add(sum, fold_part_of_warp<Add>(there ? lane_sum(begin, mine + 32) : 0.0f, team));
+      }
+      if (there) {
+        const float rstd = program_.rstd(sum, head_dim);
+        if constexpr (Tile::kSteady) {
+          finish(begin + at.walk.channel, at, rstd, turns);
+        } else {
+          for (int c = mine * kUnit; c < head_dim; c += team * kUnit) {
+            at.go(*this, {head, c});
+            finish(begin + c, at, rstd, turns);
+          }
+        }
+      }
+      if constexpr (Tile::kSteady) at.next(*this);
+    }
+  }
+  FN_DEVICE float lane_sum(int begin, int lane) const {
+    const int left = layout_.head_dim - lane * kGroup;
+    if (left <= 0) return 0.0f;
+    float v[kGroup];
+    read(v, begin + lane * kGroup, left);
+    Lane<Squares> squares;
+    squares.first(v);
+    return squares.fold(0);
+  }
+
+  // What comes of the unit of elements that begins at the i-th of the token.
+  template <int kPart>
+  FN_DEVICE void finish(int i, const Cursor<kPart>& at, float rstd, const Turns& held) const {
+    const int channel = at.walk.channel;
+    if constexpr (Tile::kWhole) {
+      float v[kGroup];
+      value<kPart>(v, i, at, 0, rstd);
+      if (channel < layout_.rotary_dim) {
+        const Turns turns = Tile::kSteady ? held : turns_at(channel);
+        if constexpr (kInterleave) {
+          FN_UNROLL
+          for (int k = 0; k < kGroup / 2; ++k) {
+            const float a = v[2 * k], b = v[2 * k + 1];
+            v[2 * k] = turned(a, b, turns.cos[k], -turns.sin[k]);
+            v[2 * k + 1] = turned(b, a, turns.cos[k], turns.sin[k]);
+          }
+        } else {
+          float other[kGroup];
+          value<kPart>(other, i, at, away(channel), rstd);
+          FN_UNROLL
+          for (int k = 0; k < kGroup; ++k) v[k] = turned(v[k], other[k], turns.cos[k], turns.sin[k]);
+        }
+        scale_turned(v);
+      }
+      if (Program::kCached && lost_) lose(v);
+      put(at.out, v, program_.q_scale);
+    } else {
+      float v[2], out[4];
+      const bool turns = channel < layout_.rotary_dim;
+      const int partner = turns ? away(channel) : 0;
+      value_pair<kPart>(v, i, at, partner, rstd);
+      out[0] = v[0];
+      if (turns) {
+        const int pair = kInterleave ? channel / 2 : partner > 0 ? channel : channel + partner;
+        const float sin = sin_[pair];
+        out[0] = turned(v[0], v[1], cos_[pair], partner > 0 ? -sin : sin);
+        if (layout_.attention != 1.0f) out[0] = fp::mul(out[0], layout_.attention);
+      }
+      out[1] = out[2] = out[3] = out[0];
+      if (Program::kCached && lost_) lose(out);
+      put(at.out, out, program_.q_scale);
+    }
+  }
+
+  template <int N>
+  FN_DEVICE static void lose(float (&v)[N]) {
+    FN_UNROLL
+    for (int k = 0; k < N; ++k) v[k] = float_of(kNanWord);
+  }
+
+  // How far it is from a channel to the one that it turns with.
+  FN_DEVICE int away(int channel) const {
+    const int half = layout_.pairs();
+    if (kInterleave) return channel % 2 == 0 ? 1 : -1;
+    return channel < half ? half : -half;
+  }
+
+  // v, before it turns, of a group, or of the one that lies `away` from it.
+  template <int kPart>
+  FN_DEVICE void value(float (&v)[kGroup], int i, const Cursor<kPart>& at, int away, float rstd) const {
+    using W = WeightOf<Program, kPart>;
+    float gain[kGroup] = {};
+    if constexpr (!std::is_void_v<W>) {
+      Pack<W, kGroup> pack;
+      detail::load<false>(pack, at.weight + away, Whole{});
+      widen(gain, pack);
+    }
+    read(v, i + away, kGroup);
+    normalize<Program, kPart>(v, gain, rstd);
+  }
+  // v of a channel and of its partner.
+  template <int kPart>
+  FN_DEVICE void value_pair(float (&v)[2], int i, const Cursor<kPart>& at, int away, float rstd) const {
+    using W = WeightOf<Program, kPart>;
+    float gain[2] = {};
+    if constexpr (!std::is_void_v<W>) {
+      gain[0] = widened(at.weight[0]);
+      gain[1] = widened(at.weight[away]);
+    }
+    v[0] = widened(*element(i));
+    v[1] = widened(*element(i + away));
+    normalize<Program, kPart>(v, gain, rstd);
+  }
+
+  FN_DEVICE void scale_turned(float (&v)[kGroup]) const {
+    if (layout_.attention == 1.0f) return;
+    FN_UNROLL
+    for (int k = 0; k < kGroup; ++k) v[k] = fp::mul(v[k], layout_.attention);
+  }
+
+  const Program& program_;
+  const QkLayout& layout_;
+  const QkGrid& grid_;
+  Row row_;
+  int thread_;
+  Walk first_;  // this thread's first unit of a part
+  Walk step_;   // and how far it is to the next one
+  float* cos_;
+  float* sin_;
+  X* staged_;
+  const X* x_;
+  bool lost_ = false;
+};
+
+template <class Program, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads)
+    qk_norm_rope(const __grid_constant__ Program program, const __grid_constant__ QkGrid grid) {
+  QkToken<Program, Tile>(program, grid).run();
+}
+
+#endif  // FN_KERNELS
+
+}  // namespace flashnorm
