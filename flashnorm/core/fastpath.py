@@ -22,6 +22,7 @@ from flashnorm.core.dispatch import forced_here
 
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
+    from flashnorm.program import Operand
 
 MAX_SIZES = 8192  # of the warm path; past it all are forgotten, and made again from loaded kernels
 MAX_CHAIN = 8  # guarded launches for one size
@@ -63,6 +64,8 @@ TEMPLATE = """\
 def {name}{signature}:
 {positional}{eager}
     try:
+        if grad_enabled() and ({requires_grad}):
+            return cold({forward})
         {allocate}
         entries = recent.get({x}.numel(), ())
     except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensor: the function behind says what
@@ -74,7 +77,6 @@ def {name}{signature}:
                 and {scalars}
                 and {plain}
                 and (enable_pdl is None or enable_pdl.__class__ is bool)
-                and not (grad_enabled() and ({requires_grad}))
                 and launch({arguments})
             ):
                 {versions}
@@ -129,6 +131,7 @@ def warm(
     local = {o.name: names.get(o.name, o.name) for o in op.operands}
     spread = {name: scalar for name, (scalar, _) in op.by_value.items() if scalar not in given}
     allocate = [f"{name}_tensor, {scalar} = {_spread(op, name)}" for name, scalar in spread.items()]
+    follows = " or ".join(_requires_grad(op, o, local[o.name]) for o in op.operands if local[o.name] in given)
     given |= {f"{name}_tensor" for name in spread}
     local |= {name: f"{name}_tensor" for name in spread}
     x = local[op.operands[0].name]
@@ -167,7 +170,7 @@ def warm(
             for o in op.operands
             if o.name not in asked and local[o.name] in given
         ),
-        requires_grad=" or ".join(maybe(o.name, f"{local[o.name]}.requires_grad", "False") for o in op.operands),
+        requires_grad=follows,
         tensors=", ".join(local.values()),
         arguments=", ".join((*op.scalars, "enable_pdl is not False", *local.values())),
         versions=_bumps([(local[n], n in op.optional) for n in written if n not in asked and local[n] in given]),
@@ -193,6 +196,14 @@ def warm(
     exec(compile(text, f"<flashnorm {op.name}>", "exec"), scope)  # our own text
     call: Any = functools.wraps(cold)(scope[op.name])
     return call
+
+
+def _requires_grad(op: Op, operand: Operand, name: str) -> str:
+    """Whether autograd follows an operand. Asked first: a call that is recorded wants no output allocated for it."""
+    if operand.name in op.by_value:
+        return f"getattr({name}, 'requires_grad', False)"
+    absent = operand.name in op.optional or (operand.mode == "out" and operand.like)
+    return f"({name} is not None and {name}.requires_grad)" if absent else f"{name}.requires_grad"
 
 
 def _spread(op: Op, name: str) -> str:

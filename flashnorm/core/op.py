@@ -213,7 +213,7 @@ class Op:
             return self._result(tensors)
         mine = dict(zip((o.name for o in self.operands), tensors, strict=True))
         new = {o.name: torch.empty_like(mine[o.like]) for o in self.functional.operands if o.mode == "out" and o.like}
-        given = [new[o.name] if o.name in new else mine[o.name] for o in self.functional.operands]
+        given = [new.get(o.name, mine.get(o.name)) for o in self.functional.operands]
         self.functional._dispatch(given, scalars, options, enable_pdl)
         for o in self.functional.operands:
             if o.name in new and o.like:

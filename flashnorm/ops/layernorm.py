@@ -40,9 +40,9 @@ def _declare(name: str, formula: Callable[..., None], functional: Op | None = No
         options={"numerics": NUMERICS} | ({"double_rounding": _FLAG} if quantised else {}),
         optional=("weight", "bias", *(("scale",) if quantised else ())),
         routes=("cuda", "cpu", "torch") if quantised else ("cute", "cuda", "cpu", "torch"),
-        labels=_LABELS,
+        labels={"x": "x"} if residual == "h" else _LABELS,
         by_value=programs.SCALE if quantised else None,
-        returns=() if quantised else None,
+        returns=("out", "h") if residual == "h" else () if quantised else None,
         functional=functional,
         public=residual != "h",
     )
