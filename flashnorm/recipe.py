@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashnorm import program as vocabulary
-from flashnorm.program import RowProgram, Stage, Variant
+from flashnorm.program import BackwardProgram, Program, RowProgram, Stage, Variant
 
 FORMAT = 1
 
@@ -67,20 +67,31 @@ def _stage(data: dict[str, Any]) -> Stage:
     return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
 
 
-def _kernel_data(kernel: Kernel) -> dict[str, Any]:
-    variant, program = kernel.variant, kernel.variant.program
+def _program_data(program: Program) -> dict[str, Any]:
+    if isinstance(program, BackwardProgram):
+        return {"backward": dataclasses.asdict(program)}
     stages = {key: _stage_data(getattr(program, key)) for key in ("load", "stats", "store")}
-    lists = {key: [_stage_data(stage) for stage in getattr(program, key)] for key in ("maps", "saves")}
-    rest = {f.name: getattr(variant, f.name) for f in dataclasses.fields(variant) if f.name != "program"}
-    return {"op": kernel.op, "route": kernel.route, "arch": kernel.arch, **rest, "program": {**stages, **lists}}
+    return stages | {key: [_stage_data(stage) for stage in getattr(program, key)] for key in ("maps", "saves")}
+
+
+def _program(given: dict[str, Any]) -> Program:
+    if "backward" in given:
+        return BackwardProgram(**given["backward"])
+    lists = {key: tuple(_stage(stage) for stage in given.pop(key)) for key in ("maps", "saves")}
+    stages: dict[str, Any] = {**{key: _stage(value) for key, value in given.items()}, **lists}
+    return RowProgram(**stages)
+
+
+def _kernel_data(kernel: Kernel) -> dict[str, Any]:
+    variant = kernel.variant
+    rest = {f.name: getattr(variant, f.name) for f in dataclasses.fields(variant)}
+    rest["program"] = _program_data(variant.program)
+    return {"op": kernel.op, "route": kernel.route, "arch": kernel.arch, **rest}
 
 
 def _kernel(data: dict[str, Any]) -> Kernel:
     rest = dict(data)
-    given = dict(rest.pop("program"))
-    lists = {key: tuple(_stage(stage) for stage in given.pop(key)) for key in ("maps", "saves")}
-    stages: dict[str, Any] = {**{key: _stage(value) for key, value in given.items()}, **lists}
-    program = RowProgram(**stages)
+    program = _program(dict(rest.pop("program")))
     words = {key: rest.pop(key) for key in ("op", "route", "arch")}
     if not all(isinstance(word, str) for word in words.values()):
         raise ValueError("op, route and arch are words")

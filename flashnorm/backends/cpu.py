@@ -19,7 +19,7 @@ from flashnorm.jit.cpu import detect_cpu
 from flashnorm.jit.env import BuildError, Missing
 from flashnorm.jit.spec import ArtifactSpec, safe_name, source_hash
 from flashnorm.jit.toolchain import cxx_flags, find_host_compiler, find_tvm_ffi, link_flags, tvm_ffi_version
-from flashnorm.program import RowProgram, Variant
+from flashnorm.program import Program, Variant
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
@@ -46,7 +46,7 @@ def _toolchain() -> dict[str, Any]:
     return {"host": cxx.identity, "flags": cxx_flags(cxx, detect_cpu())} if cxx else {}
 
 
-def spec(program: RowProgram, dtypes: tuple[str, ...]) -> ArtifactSpec:
+def spec(program: Program, dtypes: tuple[str, ...]) -> ArtifactSpec:
     """The artefact of a program and its dtypes for this processor.
 
     Args:
@@ -93,7 +93,7 @@ def spec(program: RowProgram, dtypes: tuple[str, ...]) -> ArtifactSpec:
 
 
 @functools.cache
-def _loaded(program: RowProgram, dtypes: tuple[str, ...]) -> Callable[..., Any]:
+def _loaded(program: Program, dtypes: tuple[str, ...]) -> Callable[..., Any]:
     return spec(program, dtypes).build_and_load()
 
 

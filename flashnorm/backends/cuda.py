@@ -27,7 +27,7 @@ from flashnorm.jit.toolchain import (
     nvcc_link_flags,
     tvm_ffi_version,
 )
-from flashnorm.program import RowProgram, Variant
+from flashnorm.program import Program, Variant
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
@@ -69,7 +69,7 @@ def _toolchain(target: str, defines: tuple[str, ...]) -> dict[str, Any]:
     return {"nvcc": nvcc.identity, "host": host.identity, "target": made_for.compiled_for, "flags": flags}
 
 
-def spec(program: RowProgram, dtypes: tuple[str, ...], target: str, defines: tuple[str, ...] = ()) -> ArtifactSpec:
+def spec(program: Program, dtypes: tuple[str, ...], target: str, defines: tuple[str, ...] = ()) -> ArtifactSpec:
     """The artefact of a program and its dtypes for an architecture.
 
     Args:
@@ -117,7 +117,7 @@ def spec(program: RowProgram, dtypes: tuple[str, ...], target: str, defines: tup
 
 
 @functools.cache
-def _loaded(program: RowProgram, dtypes: tuple[str, ...], target: str) -> Callable[..., Any]:
+def _loaded(program: Program, dtypes: tuple[str, ...], target: str) -> Callable[..., Any]:
     return spec(program, dtypes, target).build_and_load()
 
 

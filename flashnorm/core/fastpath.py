@@ -71,7 +71,7 @@ def {name}{signature}:
     except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensor: the function behind says what
         return cold({forward})
     try:
-        for {state_seen}, {scalars_seen}, launch in entries:
+        for {entry}, launch in entries:
             if (
                 {state}
                 and {scalars}
@@ -159,12 +159,12 @@ def warm(
         eager=EAGER.format(unless=_elsewhere(unless, only or {})) if eager else "",
         allocate="; ".join(allocate) or "pass",
         x=x,
-        state_seen=", ".join(f"{name}_seen" for name in (*op.options, *seen, *flags, "forced")),
+        entry=", ".join(f"{name}_seen" for name in (*op.options, *seen, *flags, "forced", *op.scalars)),
         state=" and ".join((*(_same(name) for name in (*op.options, *seen, *flags)), "forced_here() is forced_seen")),
-        scalars_seen=", ".join(f"{s}_seen" for s in op.scalars),
         scalars=" and ".join(
             f"({s} is {s}_seen or {s}.__class__ is float and {least(s)!r} <= {s} <= {FLT_MAX!r})" for s in op.scalars
-        ),
+        )
+        or "True",
         plain=" and ".join(
             f"{maybe(o.name, _plain(local[o.name]), 'True')}"
             for o in op.operands

@@ -15,11 +15,12 @@ from typing import Any, TypeVar, cast
 import torch
 
 from flashnorm.core import checks, dispatch, fastpath, guard, plan
-from flashnorm.program import ENCODED, Operand, RowProgram
+from flashnorm.program import ENCODED, Operand, Program, RowProgram
 
 F = TypeVar("F", bound=Callable[..., Any])
 OPS: dict[str, Op] = {}  # the operators that are public functions, by name
 ALL: dict[str, Op] = {}  # and those that stand behind them
+BACKWARD: dict[str, Op] = {}  # those that are no row programs: gradients
 NUMERICS = {
     "flashinfer": "flashinfer",
     "hf-llama": "hf-llama",
@@ -54,6 +55,7 @@ class Op:
         functional: the operator that computes the same into new tensors, each `like` an operand that this
             one overwrites. Compilers get that one: they have been seen to drop a clone and hand one tensor
             in twice where two arguments are mutated.
+        plainly: optional outputs that a plain call asks for; the others it leaves out.
         public: is a public function of the package under this name.
         called: the public function that users know it by, where that has another name.
     """
@@ -62,7 +64,7 @@ class Op:
         self,
         name: str,
         *,
-        program: Callable[[frozenset[str], Mapping[str, Any]], RowProgram],
+        program: Callable[[frozenset[str], Mapping[str, Any]], Program],
         reference: Callable[..., None],
         options: Mapping[str, Mapping[str, Any]],
         optional: Sequence[str] = (),
@@ -73,6 +75,7 @@ class Op:
         blocks: Callable[[Any, int], tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
         returns: Sequence[str] | None = None,
         functional: Op | None = None,
+        plainly: Sequence[str] = (),
         public: bool = True,
         called: str = "",
     ) -> None:
@@ -88,6 +91,7 @@ class Op:
         numbers = {number: name for name, (number, _) in self.by_value.items()}
         self.labels = {"x": "input", **numbers, **(labels or {})}
         self.functional = functional
+        self.plainly = tuple(plainly)
         first = {key: next(iter(values)) for key, values in options.items()}
         full = program(_Everything(), first)
         self.operands: tuple[Operand, ...] = full.operands()
@@ -101,7 +105,7 @@ class Op:
         self._warm_calls: fastpath.Recent = {}
         self._warm_kernels: fastpath.Recent = {}
         self._define()
-        ALL[name] = self
+        (ALL if isinstance(full, RowProgram) else BACKWARD)[name] = self
         if public:
             OPS[name] = self
 
@@ -124,7 +128,7 @@ class Op:
         row = next(t for o, t in zip(self.operands, tensors, strict=True) if o.kind == "row" and t is not None)
         return self.blocks(tensor, math.prod(row.shape[:-1]))
 
-    def program_of(self, tensors: Sequence[Any], options: Mapping[str, Any]) -> RowProgram:
+    def program_of(self, tensors: Sequence[Any], options: Mapping[str, Any]) -> Program:
         """The program of a call with these tensors (None where absent)."""
         present = frozenset(o.name for o, t in zip(self.operands, tensors, strict=True) if t is not None)
         return self.program(present, options)

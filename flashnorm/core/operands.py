@@ -15,7 +15,7 @@ import torch
 
 from flashnorm.core import layout
 from flashnorm.core.checks import dtype_name, scales_view
-from flashnorm.program import SCALES, Operand, RowProgram, Variant
+from flashnorm.program import SCALES, Operand, Program, Variant
 
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
@@ -51,7 +51,7 @@ _GRID = ("row", "pairs", "vec", "per_row")
 WIDE = ("row", "pairs", "pool", "vec")  # whose elements along H are accessed several at a time
 
 
-def normalise(op: Op, program: RowProgram, tensors: Sequence[torch.Tensor | None]) -> tuple[Variant, list[View]]:
+def normalise(op: Op, program: Program, tensors: Sequence[torch.Tensor | None]) -> tuple[Variant, list[View]]:
     """The kernel variant of a call and, for each operand of the program, its view."""
     operands = program.operands()
     given: list[torch.Tensor] = []
@@ -67,6 +67,8 @@ def normalise(op: Op, program: RowProgram, tensors: Sequence[torch.Tensor | None
     for operand, tensor, place in zip(operands, given, placed, strict=True):
         if operand.kind in SCALES:
             size, stride = scales_view(op, program, operand, tensor, math.prod(rows), hidden)
+        elif operand.kind == "workspace":
+            size, stride = tuple(tensor.shape), (1,)
         else:
             size, stride = place.view(pool_sizes if operand.kind in _POOLS else sizes)
         raw = operand.carried(dtype_name(tensor)) != dtype_name(tensor)
@@ -156,7 +158,7 @@ class _Place:
 def _place(operand: Operand, tensor: torch.Tensor, grid: tuple[int, ...], hidden: int) -> _Place:
     if operand.kind == "pairs":
         hidden //= 2
-    if operand.kind in ("scalar", *SCALES):
+    if operand.kind in ("scalar", "workspace", *SCALES):
         return _Place(operand, (), hidden, ())
     if operand.kind in ("per_row", "per_pool"):
         return _Place(operand, grid, hidden, _value_strides(tensor, grid))
@@ -213,7 +215,7 @@ def _is_view(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...
 
 
 # ------------------------------------------------------------------ launches
-def over(op: Op, program: RowProgram, kernel: Launch, views: Sequence[View]) -> Launch:
+def over(op: Op, program: Program, kernel: Launch, views: Sequence[View]) -> Launch:
     """The kernel over the operator's arguments: its own scalars, views, and copies in and out, around it."""
     first = len(op.scalars) + 1
     leading = leading_arguments(op, program)
@@ -236,7 +238,7 @@ def over(op: Op, program: RowProgram, kernel: Launch, views: Sequence[View]) -> 
     return run
 
 
-def leading_arguments(op: Op, program: RowProgram) -> list[int]:
+def leading_arguments(op: Op, program: Program) -> list[int]:
     """Which of the operator's scalars and enable_pdl a program's kernel takes, by their places."""
     return [*(op.scalars.index(name) for name in program.scalars()), len(op.scalars)]
 

@@ -34,7 +34,7 @@ def _rms_formula(
 
 
 def _layer_formula(h: Tensor, weight: Tensor | None, dtype: torch.dtype, eps: float, numerics: str) -> Tensor:
-    return norms.layer_norm(h.float(), weight, None, eps=eps).to(dtype)
+    return norms.layer_norm(h.float(), weight, None, eps=eps)[0].to(dtype)
 
 
 def _backward(given: Incoming, *, offset: float = 0.0) -> Gradients:

@@ -28,6 +28,7 @@ def _program(
         stats=MeanVar(),
         maps=maps,
         store=programs.quant_tensor(present) if quantised else Cast("x" if residual == "residual" else "out"),
+        saves=() if quantised or residual == "residual" else programs.saves(present),
     )
 
 
@@ -38,7 +39,7 @@ def _declare(name: str, formula: Callable[..., None], functional: Op | None = No
         program=functools.partial(_program, **kind),
         reference=formula,
         options={"numerics": NUMERICS} | ({"double_rounding": _FLAG} if quantised else {}),
-        optional=("weight", "bias", *(("scale",) if quantised else ())),
+        optional=("weight", "bias", "mean", "rest", "rstd", *(("scale",) if quantised else ())),
         routes=("cuda", "cpu", "torch") if quantised else ("cute", "cuda", "cpu", "torch"),
         labels={"x": "x"} if residual == "h" else _LABELS,
         by_value=programs.SCALE if quantised else None,
@@ -92,7 +93,7 @@ def layernorm(
         ValueError: for a wrong dtype, shape, device, overlap or option, before anything is launched.
         RuntimeError: where no route serves the device, or a gradient would be lost.
     """
-    y: torch.Tensor = LAYERNORM.checked(input, gemma, beta, out, eps, numerics, enable_pdl)
+    y: torch.Tensor = LAYERNORM.checked(input, gemma, beta, out, None, None, None, eps, numerics, enable_pdl)
     return y
 
 

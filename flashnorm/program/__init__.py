@@ -6,7 +6,8 @@ dataclass here, and a `RowProgram` is four of them (plus what is saved for a bac
 hash and repr of a program *are* the cache key of its kernels, and its operand list is the order
 in which every route takes its tensors: nothing about a kernel is written down a second time.
 
-`operand.py` says what operands and stages are, `stages.py` and `stores.py` have the stages.
+`operand.py` says what operands and stages are, `stages.py` and `stores.py` have the stages. `backward.py` is the same
+for gradients: one kernel, which is no row program.
 
 Pure data: no torch, no DSL, no CUDA. Dtypes are named by their `torch` attribute ("bfloat16").
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from flashnorm.program.backward import BackwardProgram, partials, workspace_floats
 from flashnorm.program.operand import (
     ENCODED,
     FLOATS,
@@ -42,6 +44,7 @@ from flashnorm.program.stages import (
     MeanVar,
     Rms,
     Round,
+    SaveMeans,
     SaveRstd,
     Silu,
 )
@@ -71,6 +74,7 @@ __all__ = [
     "AddResidual",
     "Affine",
     "AffineBias",
+    "BackwardProgram",
     "Bias",
     "BlockScales",
     "Cast",
@@ -80,18 +84,22 @@ __all__ = [
     "MeanVar",
     "Mode",
     "Operand",
+    "Program",
     "QuantBlocks",
     "QuantNvfp4",
     "QuantTensor",
     "Rms",
     "Round",
     "RowProgram",
+    "SaveMeans",
     "SaveRstd",
     "Silu",
     "Stage",
     "Variant",
+    "partials",
     "rounding",
     "swizzled_offset",
+    "workspace_floats",
 ]
 
 
@@ -123,6 +131,9 @@ class RowProgram:
         return tuple(dict.fromkeys(name for stage in self.stages() for name in stage.scalars()))
 
 
+Program = RowProgram | BackwardProgram
+
+
 @dataclass(frozen=True)
 class Variant:
     """A program with everything a kernel is specialised on, whatever the route.
@@ -138,7 +149,7 @@ class Variant:
             stride are multiples of it, every pointer of `min(16, vec * itemsize)` bytes.
     """
 
-    program: RowProgram
+    program: Program
     dtypes: tuple[str, ...]
     hidden_size: int
     row_rank: int = 1
@@ -157,7 +168,12 @@ class Variant:
         return rounding(self.program, self.dtypes)
 
 
-def rounding(program: RowProgram, dtypes: tuple[str, ...]) -> str:
-    """T of arithmetic.md: the input's dtype. An int8 input has the output's, else the weight's, else bfloat16."""
+def rounding(program: Program, dtypes: tuple[str, ...]) -> str:
+    """T of arithmetic.md: the input's dtype. An int8 input has the output's, else the weight's, else bfloat16.
+
+    A backward sees T in the gradient of the output; what was normalised may have been stored in a residual's dtype.
+    """
     given = {operand.name: dtype for operand, dtype in zip(program.operands(), dtypes, strict=True)}
+    if isinstance(program, BackwardProgram):
+        return given["dout"]
     return next((given[name] for name in ("x", "out", "weight") if given.get(name) in FLOATS), "bfloat16")

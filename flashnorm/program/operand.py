@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["row", "pairs", "pool", "vec", "per_row", "per_pool", "scalar", "blocks", "swizzled"]
+Kind = Literal["row", "pairs", "pool", "vec", "per_row", "per_pool", "scalar", "blocks", "swizzled", "workspace"]
 Mode = Literal["in", "out", "inout"]
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -30,7 +30,8 @@ class Operand:
             element in device memory; "blocks" is [M', B], B values for each of the M rows of the flattened grid, of
             any two strides: the rows from M to M' are padding and get zeros. "swizzled" are the same values, a byte
             each, in the tiles of 128 rows and 4 columns that block-scaled matrix products read (`swizzled_offset`),
-            rows and columns rounded up to whole tiles with zeros.
+            rows and columns rounded up to whole tiles with zeros. "workspace" is memory that a call uses for itself, in
+            one dimension, of any content before and after.
         mode: whether the kernel reads it, writes it, or both.
         dtypes: those it may have, by name.
         like: the operand whose dtype this one must have; an output may also be that very tensor.

@@ -26,6 +26,7 @@ canonical sum and are not bit-equal to this one.
 The functions trace under `torch.compile(fullgraph=True)` and on fake tensors: no value decides control flow.
 """
 
+from flashnorm.reference.backward import layernorm_backward, rmsnorm_backward
 from flashnorm.reference.layer import add_layernorm, fused_add_layernorm, layernorm, layernorm_quant
 from flashnorm.reference.rms import (
     add_rmsnorm,
@@ -69,8 +70,10 @@ __all__ = [
     "fused_rmsnorm_silu_fp4",
     "fused_rmsnorm_silu_quant",
     "layernorm",
+    "layernorm_backward",
     "layernorm_quant",
     "rmsnorm",
+    "rmsnorm_backward",
     "rmsnorm_dynamic_quant",
     "rmsnorm_fp4quant",
     "rmsnorm_mxfp8_quant",
