@@ -8,6 +8,7 @@ from __future__ import annotations
 from flashnorm.ahead import gen_norm_module, preload, record
 from flashnorm.api import capabilities, explain
 from flashnorm.core.dispatch import Explanation, backend
+from flashnorm.ops.add import add_layernorm, add_rmsnorm
 from flashnorm.ops.blocks import fused_add_rmsnorm_fp8_block_quant, rmsnorm_dynamic_quant
 from flashnorm.ops.fp4 import add_rmsnorm_fp4quant, rmsnorm_fp4quant
 from flashnorm.ops.layernorm import fused_add_layernorm, layernorm, layernorm_quant
@@ -27,6 +28,8 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Explanation",
     "__version__",
+    "add_layernorm",
+    "add_rmsnorm",
     "add_rmsnorm_fp4quant",
     "add_rmsnorm_mxfp8_quant",
     "backend",

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from flashnorm.core import dispatch
 from flashnorm.core.checks import PLAIN
 
 Tensor = torch.Tensor
@@ -40,6 +41,7 @@ class Incoming:
         bias_shape: or None.
         needs: which of the four want a gradient.
         eps, numerics, enable_pdl: of the forward.
+        in_place: dx may be written over dy.
     """
 
     dy: Tensor | None
@@ -54,6 +56,7 @@ class Incoming:
     eps: float
     numerics: str
     enable_pdl: bool | None
+    in_place: bool
 
 
 Gradients = tuple[Maybe, Maybe, Maybe, Maybe]  # of x, residual, weight, bias
@@ -93,14 +96,14 @@ class Differentiable:
     def overload(self) -> Any:
         return getattr(torch.ops.flashnorm, f"{self.name}_train").default
 
-    def __call__(self, x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, *rest: Any) -> tuple[Tensor, ...]:
-        """The norm, recorded: (y, [h,] *statistics)."""
+    def __call__(self, *args: Any, in_place: bool = False) -> tuple[Tensor, ...]:
+        """The norm, recorded: (y, [h,] *statistics). Takes what `serve` takes; `in_place`: dx may overwrite dy."""
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-            return self.overload(x, residual, weight, bias, *rest)
-        return self._record(x, residual, weight, bias, *rest)
+            return self.overload(*args)
+        return _Record.apply(self, in_place, *args)
 
     def _record(self, *args: Any) -> tuple[Tensor, ...]:
-        return _Record.apply(self, *args)
+        return _Record.apply(self, False, *args)
 
     def _fake(self, x: Tensor, residual: Maybe, *_: Any) -> tuple[Tensor, ...]:
         rows = [torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(self.statistics)]
@@ -128,7 +131,7 @@ class _Record(torch.autograd.Function):
     """Saves what was normalised, the weight, and 4 bytes a row for every statistic."""
 
     @staticmethod
-    def forward(ctx: Any, norm: Differentiable, *args: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, norm: Differentiable, in_place: bool, *args: Any) -> tuple[Tensor, ...]:
         x, residual, weight, bias, eps, numerics, enable_pdl = args
         outputs = norm.run(*args)
         h, statistics = (outputs[1] if norm.adds else x), outputs[1 + norm.adds :]
@@ -136,7 +139,7 @@ class _Record(torch.autograd.Function):
         if norm.adds or len(statistics) > 1:
             ctx.mark_non_differentiable(*statistics)
         ctx.set_materialize_grads(False)
-        ctx.norm, ctx.scalars = norm, (eps, numerics, enable_pdl)
+        ctx.norm, ctx.scalars, ctx.forced = norm, (eps, numerics, enable_pdl, in_place), dispatch.forced_here()
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
         ctx.bias_shape = None if bias is None else bias.shape
         return outputs
@@ -146,16 +149,19 @@ class _Record(torch.autograd.Function):
         norm: Differentiable = ctx.norm
         h, weight, *statistics = ctx.saved_tensors
         dh, drstd = (more[0], None) if norm.adds else (None, more[0] if norm.statistics == 1 else None)
-        needs = tuple(ctx.needs_input_grad[1:5])
+        needs = tuple(ctx.needs_input_grad[2:6])
         saved = (h, weight, tuple(statistics))
         given = Incoming(dy, dh, drstd, *saved, ctx.dtypes, ctx.bias_shape, needs, *ctx.scalars)
         if dy is None and drstd is None:
             gradients = _of_sum(given)
         elif torch.is_grad_enabled():
             gradients = _by_formula(norm, given)
-        else:
+        elif ctx.forced is None:
             gradients = norm.backward(given)
-        return (None, *gradients, None, None, None)
+        else:  # the route that the forward was forced to; gradients have threads of their own
+            with dispatch.backend(ctx.forced):
+                gradients = norm.backward(given)
+        return (None, None, *gradients, None, None, None)
 
 
 def _of_sum(given: Incoming) -> Gradients:

@@ -10,6 +10,7 @@ import torch
 from flashnorm.core import gradients
 from flashnorm.core.op import Op
 from flashnorm.ops import differentiable
+from flashnorm.ops.layernorm import ADD_LAYERNORM, STATISTICS
 from flashnorm.ops.rmsnorm import ADD_RMSNORM, GEMMA_ADD_RMSNORM
 
 Tensor = torch.Tensor
@@ -90,4 +91,57 @@ def gemma_add_rmsnorm(
     Arguments, results and errors are those of `add_rmsnorm`; one rounding at the end in every mode.
     """
     result: tuple[torch.Tensor, torch.Tensor] = _GEMMA_ADD(x, residual, weight, eps, numerics, enable_pdl)
+    return result
+
+
+_with_statistics = ADD_LAYERNORM.behind()
+
+
+def _serve_layer(
+    x: Tensor, residual: Any, weight: Any, bias: Any, eps: float, numerics: str, pdl: bool | None
+) -> tuple[Tensor, ...]:
+    statistics = [ADD_LAYERNORM.empty(name, x) for name in STATISTICS]
+    y, h = _with_statistics(x, residual, None, weight, bias, None, *statistics, eps, numerics, pdl)
+    return y, h, *statistics
+
+
+_LAYER = differentiable.layer(ADD_LAYERNORM.name, _serve_layer, adds=True)
+
+
+def add_layernorm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float = 1e-6,
+    *,
+    numerics: str = "cake",
+    enable_pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""The sum of `x` and a residual, and its LayerNorm; differentiable, and nothing is overwritten.
+
+    .. math:: h = x + \mathrm{residual}, \quad y = \operatorname{layernorm}(h)
+
+    Args:
+        x: [..., H], fp32, fp16 or bf16, 1 <= H <= 262,144; any strides.
+        residual: of the same shape, fp32, fp16 or bf16.
+        weight: [H], the gain; fp32, fp16 or bf16; None for none.
+        bias: [H]; fp32, fp16 or bf16; None for none.
+        eps: added to the variance, in fp32; finite and >= 0.
+        numerics: what is normalised: "flashinfer" the unrounded fp32 sum (its backward starts from the rounded one),
+            every other mode the sum as it is returned.
+        enable_pdl: programmatic dependent launch. None and True mean on from compute capability 9.0.
+
+    Returns:
+        (y, h): y [..., H] in the dtype of `x`, h [..., H] in the residual's, rounded once.
+
+    Raises:
+        As `add_rmsnorm`.
+    """
+    rest = (eps, numerics, enable_pdl)
+    if gradients.wanted(x, residual, weight, bias):
+        y, h, *_ = _LAYER(x, residual, weight, bias, *rest)
+        return y, h
+    result: tuple[torch.Tensor, torch.Tensor]
+    result = _with_statistics(x, residual, None, weight, bias, None, None, None, None, *rest)
     return result

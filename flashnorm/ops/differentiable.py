@@ -9,21 +9,25 @@ import torch
 
 from flashnorm.core.gradients import Differentiable, Gradients, Incoming
 from flashnorm.core.op import NUMERICS
+from flashnorm.ops.backward import layernorm_backward, rmsnorm_backward
 from flashnorm.reference import norms
 
 Tensor = torch.Tensor
 Serve = Callable[..., tuple[Tensor, ...]]
+Formula = Callable[[Tensor, Tensor | None, torch.dtype, float, str], Tensor]
 
 
-def rms(name: str, serve: Serve, offset: float, *, adds: bool = False) -> Differentiable:
+def rms(
+    name: str, serve: Serve, offset: float, *, adds: bool = False, formula: Formula | None = None
+) -> Differentiable:
     """RMSNorm of x, or of its sum with a residual; `offset` is added to the weight."""
-    formula = functools.partial(_rms_formula, offset=offset)
-    return Differentiable(name, serve, functools.partial(_backward, offset=offset), formula, adds, 1)
+    formula = formula or functools.partial(_rms_formula, offset=offset)
+    return Differentiable(name, serve, functools.partial(_rms_backward, offset=offset), formula, adds, 1)
 
 
 def layer(name: str, serve: Serve, *, adds: bool = False) -> Differentiable:
     """LayerNorm of x, or of its sum with a residual."""
-    return Differentiable(name, serve, _backward, _layer_formula, adds, 3)
+    return Differentiable(name, serve, _layer_backward, _layer_formula, adds, 3)
 
 
 def _rms_formula(
@@ -37,31 +41,53 @@ def _layer_formula(h: Tensor, weight: Tensor | None, dtype: torch.dtype, eps: fl
     return norms.layer_norm(h.float(), weight, None, eps=eps)[0].to(dtype)
 
 
-def _backward(given: Incoming, *, offset: float = 0.0) -> Gradients:
-    """INTERIM plain PyTorch."""
-    h, rstd = given.h.float(), given.statistics[-1].unsqueeze(-1)
-    centred = len(given.statistics) == 3
-    xh = (((h - given.statistics[0].unsqueeze(-1)) - given.statistics[1].unsqueeze(-1)) if centred else h) * rstd
-    dtype, residual, _, bias = given.dtypes
-    dweight = dbias = dx = None
-    if given.dy is not None:
-        dy = given.dy.float()
-        gw = dy if given.weight is None else dy * (given.weight.float() + offset)
-        c = (gw * xh).mean(-1, keepdim=True)
-        dx = rstd * ((gw - gw.mean(-1, keepdim=True) if centred else gw) - c * xh)
-        if given.needs[2] and given.weight is not None:
-            n = xh.to(dtype).float() if NUMERICS[given.numerics] == "hf-llama" and not offset and not centred else xh
-            dweight = (dy * n).sum_to_size(given.weight.shape).to(given.weight.dtype)
-        if given.needs[3]:
-            dbias = dy.sum_to_size(given.bias_shape).to(bias)
-    if given.drstd is not None:
-        more = given.drstd.unsqueeze(-1) * (-(rstd.pow(3)) / h.shape[-1]) * h
-        dx = more if dx is None else dx + more
-    if given.dh is not None:
-        dx = dx + given.dh.float()
-    return (
-        dx.to(dtype) if given.needs[0] else None,
-        dx.to(residual) if residual is not None and given.needs[1] else None,
-        dweight,
-        dbias,
+def _rms_backward(given: Incoming, *, offset: float) -> Gradients:
+    h, weight, (rstd,) = given.h, given.weight, given.statistics
+    dh = given.dh
+    if given.drstd is not None:  # d rstd / dh = -rstd^3 h / H
+        dh = (given.drstd * rstd.pow(3) / -h.shape[-1]).unsqueeze(-1) * h.float()
+    dy = torch.zeros_like(h, dtype=given.dtypes[0]) if given.dy is None else given.dy
+    return _named(
+        rmsnorm_backward(
+            dy,
+            h,
+            weight,
+            rstd,
+            wanted=_wanted(given, dy),
+            g_residual=dh,
+            weight_offset=offset,
+            round_norm=NUMERICS[given.numerics] == "hf-llama" and not offset,
+            enable_pdl=given.enable_pdl,
+        )
     )
+
+
+def _layer_backward(given: Incoming) -> Gradients:
+    assert given.dy is not None  # nothing else of a LayerNorm has a gradient without it
+    wanted = _wanted(given, given.dy)
+    return _named(
+        layernorm_backward(
+            given.dy,
+            given.h,
+            given.weight,
+            *given.statistics,
+            wanted=wanted,
+            g_residual=given.dh,
+            enable_pdl=given.enable_pdl,
+        )
+    )
+
+
+def _wanted(given: Incoming, dy: Tensor) -> dict[str, torch.dtype | Tensor | None]:
+    """The gradients that are needed, in their dtypes; dx in place of `dy` where the caller asked for that."""
+    names = ("dx", "dresidual", "dweight", "dbias")
+    wanted: dict[str, torch.dtype | Tensor | None] = {
+        name: dtype for name, dtype, need in zip(names, given.dtypes, given.needs, strict=True) if need
+    }
+    if given.in_place and given.dy is not None and "dx" in wanted and dy.stride() == given.h.stride():
+        wanted["dx"] = dy
+    return wanted
+
+
+def _named(found: dict[str, Tensor]) -> Gradients:
+    return found.get("dx"), found.get("dresidual"), found.get("dweight"), found.get("dbias")

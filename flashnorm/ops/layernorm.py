@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from flashnorm import reference
+from flashnorm.core import gradients
 from flashnorm.core.op import NUMERICS, Op
-from flashnorm.ops import programs
+from flashnorm.ops import differentiable, programs
 from flashnorm.program import Cast, MeanVar, Round, RowProgram
 
+Tensor = torch.Tensor
 _LABELS = {"weight": "gemma", "bias": "beta"}
+STATISTICS = ("mean", "rest", "rstd")
 _FLAG: dict[Any, str] = {False: "no", True: "yes", "no": "no", "yes": "yes"}
 
 
@@ -91,10 +94,27 @@ def layernorm(
     Raises:
         TypeError: for something that is no tensor, or an eps that is no number.
         ValueError: for a wrong dtype, shape, device, overlap or option, before anything is launched.
-        RuntimeError: where no route serves the device, or a gradient would be lost.
+        RuntimeError: where no route serves the device, or a gradient would be lost: with `out`, the call is not
+            differentiable.
     """
+    if out is None and gradients.wanted(input, gemma, beta):
+        return DIFFERENTIABLE(input, None, gemma, beta, eps, numerics, enable_pdl)[0]
     y: torch.Tensor = LAYERNORM.checked(input, gemma, beta, out, None, None, None, eps, numerics, enable_pdl)
     return y
+
+
+_with_statistics = LAYERNORM.behind()
+
+
+def _serve(
+    x: Tensor, _: None, weight: Any, bias: Any, eps: float, numerics: str, pdl: bool | None
+) -> tuple[Tensor, ...]:
+    """What a backward needs comes with the norm."""
+    statistics = [LAYERNORM.empty(name, x) for name in STATISTICS]
+    return _with_statistics(x, weight, bias, None, *statistics, eps, numerics, pdl), *statistics
+
+
+DIFFERENTIABLE = differentiable.layer("layernorm", _serve)
 
 
 @FUSED_ADD_LAYERNORM.warm()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -194,6 +194,14 @@ DIFFERENTIABLE = {
     offset: differentiable.rms(function.__name__, _serve(function), offset)
     for offset, function in ((0.0, rmsnorm), (1.0, gemma_rmsnorm))
 }
+
+
+def recorded(offset: float, x: Any, weight: Any, eps: float, numerics: str, in_place: bool) -> Tensor:
+    """`rmsnorm` (offset 0) or `gemma_rmsnorm` (1), whose backward may overwrite the gradient that it is given."""
+    if in_place and gradients.wanted(x, weight):
+        return DIFFERENTIABLE[offset](x, None, weight, None, eps, numerics, None, in_place=True)[0]
+    y = (gemma_rmsnorm if offset else rmsnorm)(x, weight, eps, numerics=numerics)
+    return cast(Tensor, y)
 
 
 @FUSED_ADD_RMSNORM.warm()
