@@ -16,9 +16,12 @@ from flashnorm.ops.rmsnorm import ADD_RMSNORM, GEMMA_ADD_RMSNORM
 Tensor = torch.Tensor
 
 
-def _rms(op: Op, offset: float) -> Callable[..., Any]:
+# With every operand by position, None where it is to be made: x, residual, h, weight, out, rstd, eps, numerics, PDL.
+add_rmsnorm_with_rstd = ADD_RMSNORM.behind()
+
+
+def _rms(op: Op, offset: float, call: Callable[..., Any]) -> Callable[..., Any]:
     """The call behind the public function, whose results are (y, h)."""
-    call = op.behind()
 
     def serve(
         x: Tensor, residual: Any, weight: Any, _: None, eps: float, numerics: str, pdl: Any
@@ -39,7 +42,8 @@ def _rms(op: Op, offset: float) -> Callable[..., Any]:
     return add
 
 
-_ADD, _GEMMA_ADD = _rms(ADD_RMSNORM, 0.0), _rms(GEMMA_ADD_RMSNORM, 1.0)
+_ADD = _rms(ADD_RMSNORM, 0.0, add_rmsnorm_with_rstd)
+_GEMMA_ADD = _rms(GEMMA_ADD_RMSNORM, 1.0, GEMMA_ADD_RMSNORM.behind())
 
 
 def add_rmsnorm(
