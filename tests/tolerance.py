@@ -23,6 +23,7 @@ DIFFERENCE_OF_LARGEST = 1e-6
 CODE_STEPS = 1
 SCALE_ROUNDING = 2.0**-23  # relative: the scale's rounding, and that of its inverse
 EAGER_FACTOR = 2.0
+SUM_RELATIVE = 1e-6  # L2, of a gradient that is a sum over rows
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -227,3 +228,11 @@ def assert_share_of(got: torch.Tensor, want: torch.Tensor, what: str, *, worst: 
     assert int(steps.max()) <= worst, f"{what}: {int(steps.max())} steps"
     part = float((steps != 0).double().mean())
     assert part <= share, f"{what}: {part:.5%} of the elements differ, at most {share:.3%} may"
+
+
+def assert_same_sum(got: torch.Tensor, want: torch.Tensor, what: str = "") -> None:
+    """Two orders of one fp32 sum, each rounded once to the dtype: 1e-6 in the L2 norm, or a rounding of 16 bits."""
+    assert got.dtype == want.dtype and got.shape == want.shape, (what, got.dtype, got.shape)
+    bound = SUM_RELATIVE if got.dtype == torch.float32 else torch.finfo(got.dtype).eps
+    apart = float((got.double() - want.double()).norm()) / max(float(want.double().norm()), 1e-30)
+    assert apart <= bound, f"{what}: sums differ by {apart:.2e} of their norm, at most {bound:.2e}"

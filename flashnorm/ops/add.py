@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashnorm.core import gradients
+from flashnorm.core import gradients, sharding
 from flashnorm.core.op import Op
 from flashnorm.ops import differentiable
 from flashnorm.ops.layernorm import ADD_LAYERNORM, STATISTICS
@@ -33,6 +33,9 @@ def _rms(op: Op, offset: float, call: Callable[..., Any]) -> Callable[..., Any]:
     norm = differentiable.rms(op.name, serve, offset, adds=True)
 
     def add(x: Any, residual: Any, weight: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+        if sharding.sharded(x, residual, weight):
+            pair: tuple[Tensor, Tensor] = sharding.over_rows(add, [x, residual], [weight], *rest)
+            return pair
         if gradients.wanted(x, residual, weight):
             y, h, _ = norm(x, residual, weight, None, *rest)
             return y, h
@@ -143,9 +146,13 @@ def add_layernorm(
         As `add_rmsnorm`.
     """
     rest = (eps, numerics, enable_pdl)
+    result: tuple[torch.Tensor, torch.Tensor]
+    if sharding.sharded(x, residual, weight, bias):
+        more: dict[str, Any] = {"numerics": numerics, "enable_pdl": enable_pdl}
+        result = sharding.over_rows(add_layernorm, [x, residual], [weight, bias], eps, **more)
+        return result
     if gradients.wanted(x, residual, weight, bias):
         y, h, *_ = _LAYER(x, residual, weight, bias, *rest)
         return y, h
-    result: tuple[torch.Tensor, torch.Tensor]
     result = _with_statistics(x, residual, None, weight, bias, None, None, None, None, *rest)
     return result

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashnorm import reference
-from flashnorm.core import gradients
+from flashnorm.core import gradients, sharding
 from flashnorm.core.op import NUMERICS, Op
 from flashnorm.ops import differentiable, programs
 from flashnorm.program import Cast, MeanVar, Round, RowProgram
@@ -97,9 +97,13 @@ def layernorm(
         RuntimeError: where no route serves the device, or a gradient would be lost: with `out`, the call is not
             differentiable.
     """
+    y: torch.Tensor
+    if out is None and sharding.sharded(input, gemma, beta):
+        y = sharding.over_rows(layernorm, [input], [gemma, beta], eps, None, enable_pdl, numerics=numerics)
+        return y
     if out is None and gradients.wanted(input, gemma, beta):
         return DIFFERENTIABLE(input, None, gemma, beta, eps, numerics, enable_pdl)[0]
-    y: torch.Tensor = LAYERNORM.checked(input, gemma, beta, out, None, None, None, eps, numerics, enable_pdl)
+    y = LAYERNORM.checked(input, gemma, beta, out, None, None, None, eps, numerics, enable_pdl)
     return y
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from flashnorm.core import gradients
+from flashnorm.core import gradients, sharding
 from flashnorm.ops import differentiable
 
 Tensor = torch.Tensor
@@ -47,6 +47,9 @@ def narrow_rmsnorm(x: Tensor, weight: Tensor | None, eps: float, offset: float, 
         offset: added to the weight.
         in_place: the backward may write into the gradient it is given.
     """
+    if sharding.sharded(x, weight):
+        y: Tensor = sharding.over_rows(narrow_rmsnorm, [x], [weight], eps, offset, False)
+        return y
     if weight is not None and offset:
         rounded = _squeezed(offset, x.dtype)
         weight = weight + rounded if weight.dtype == x.dtype else weight.float() + rounded

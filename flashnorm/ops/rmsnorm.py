@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from flashnorm import reference
-from flashnorm.core import gradients
+from flashnorm.core import gradients, sharding
 from flashnorm.core.op import Op
 from flashnorm.ops import differentiable, programs
 from flashnorm.ops.rows import check_index, new_out
@@ -137,6 +137,10 @@ def rmsnorm(
     if row_index is not None or input_scale is not None:
         more: dict[str, Any] = {"numerics": numerics, "return_rstd": return_rstd}
         result = _RMSNORM_ROWS(input, weight, out, row_index, input_scale, eps, enable_pdl, **more)
+    elif out is None and sharding.sharded(input, weight):
+        result = sharding.over_rows(
+            rmsnorm, [input], [weight], eps, None, enable_pdl, numerics=numerics, return_rstd=return_rstd
+        )
     elif out is None and gradients.wanted(input, weight):
         result = _recorded(DIFFERENTIABLE[0.0], return_rstd, input, weight, eps, numerics, enable_pdl)
     else:
@@ -167,6 +171,10 @@ def gemma_rmsnorm(
     if row_index is not None or input_scale is not None:
         more: dict[str, Any] = {"numerics": numerics, "return_rstd": return_rstd}
         result = _GEMMA_RMSNORM_ROWS(input, weight, out, row_index, input_scale, eps, enable_pdl, **more)
+    elif out is None and sharding.sharded(input, weight):
+        result = sharding.over_rows(
+            gemma_rmsnorm, [input], [weight], eps, None, enable_pdl, numerics=numerics, return_rstd=return_rstd
+        )
     elif out is None and gradients.wanted(input, weight):
         result = _recorded(DIFFERENTIABLE[1.0], return_rstd, input, weight, eps, numerics, enable_pdl)
     else:
@@ -198,7 +206,7 @@ DIFFERENTIABLE = {
 
 def recorded(offset: float, x: Any, weight: Any, eps: float, numerics: str, in_place: bool) -> Tensor:
     """`rmsnorm` (offset 0) or `gemma_rmsnorm` (1), whose backward may overwrite the gradient that it is given."""
-    if in_place and gradients.wanted(x, weight):
+    if in_place and gradients.wanted(x, weight) and not sharding.sharded(x, weight):
         return DIFFERENTIABLE[offset](x, None, weight, None, eps, numerics, None, in_place=True)[0]
     y = (gemma_rmsnorm if offset else rmsnorm)(x, weight, eps, numerics=numerics)
     return cast(Tensor, y)
