@@ -134,6 +134,23 @@ def store_f32(addr, value, pred):
     )
 
 
+def store_floats(addr, values, pred):
+    """One or four fp32 values, where `pred` holds."""
+    n = len(values)
+    vector, body = (".v4", "{$1, $2, $3, $4}") if n == 4 else ("", "$1")
+    code = f"{{ .reg .pred p; setp.ne.b32 p, ${n + 1}, 0; @p st.global{vector}.b32 [$0], {body}; }}"
+    asm(None, code, ",".join(["l"] + ["f"] * n + ["r"]), (addr, *values, pred), effect=True)
+
+
+def store_one(addr, reg, dtype, pred):
+    """One element of 16 or 32 bits, the low half of a register or all of it, where `pred` holds."""
+    short = WIDTH[dtype] == 2
+    text = (
+        ".reg .b16 lo, hi; mov.b32 {lo, hi}, $1; @p st.global.b16 [$0], lo;" if short else "@p st.global.b32 [$0], $1;"
+    )
+    asm(None, f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; {text} }}", "l,r,r", (addr, reg, pred), effect=True)
+
+
 def store_byte(addr, value, pred):
     """The low byte of an int32."""
     code = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.u8 [$0], $1; }"
@@ -185,6 +202,12 @@ def stage_group(slot, plane, addr, dtype, vec, valid_bytes=None):
     asm(None, "{ " + " ".join(lines) + " }", ",".join(["r", "l", "r"][: len(operands)]), operands, effect=True)
 
 
+def stage_word(slot, addr, pred):
+    """Start the copy of four bytes to shared memory where `pred` (int32) holds; +0 elsewhere, and nothing is read."""
+    code = "{ .reg .s32 n; shl.b32 n, $2, 2; cp.async.ca.shared.global [$0], [$1], 4, n; }"
+    asm(None, code, "r,l,r", (slot, addr, pred), effect=True)
+
+
 def stage_commit():
     """Close a batch of copies, for `stage_wait` to count."""
     asm(None, "cp.async.commit_group;", "", (), effect=True)
@@ -222,6 +245,15 @@ def read_floats(slot, count):
         out += asm_many(T.f32(), n, code, ",".join(["=f"] * n + ["r"]), (slot,), effect=True)
         at += n
     return out
+
+
+def write_floats(slot, values, pred=None):
+    """Four fp32 values to a slot, where `pred` (int32 or None) holds."""
+    head, operands, names = _guards(5, pred, None)
+    code = f"{{ {head} {names.get('p', '')}st.shared.v4.f32 [$0], {{$1, $2, $3, $4}}; }}"
+    asm(
+        None, code, ",".join(["r", "f", "f", "f", "f"] + ["r"] * len(operands)), (slot, *values, *operands), effect=True
+    )
 
 
 def write_float(slot, value, pred):

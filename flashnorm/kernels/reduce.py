@@ -34,17 +34,18 @@ def _bit(tid, bit):
 class LaneSum:
     """The sum of one lane, whose groups are added in order; `square`: of the squares of its values."""
 
-    def __init__(self, square):
+    def __init__(self, square=False):
         self.square, self.acc = square, None
 
-    def add(self, group):
-        """Add a group of 8 fp32 values."""
-        if self.acc is None:
-            self.acc = [mul_rn(v, v) for v in group] if self.square else list(group)
-        elif self.square:
-            self.acc = [fma_rn(v, v, a) for v, a in zip(group, self.acc, strict=True)]
+    def add(self, group, factors=None):
+        """Add a group of 8 fp32 values, or their products with `factors`."""
+        factors = group if self.square else factors
+        if factors is None:
+            self.acc = list(group) if self.acc is None else [add_rn(v, a) for v, a in zip(group, self.acc, strict=True)]
+        elif self.acc is None:
+            self.acc = [mul_rn(v, f) for v, f in zip(group, factors, strict=True)]
         else:
-            self.acc = [add_rn(v, a) for v, a in zip(group, self.acc, strict=True)]
+            self.acc = [fma_rn(v, f, a) for v, f, a in zip(group, factors, self.acc, strict=True)]
 
     def skip(self):
         """Add a group that the row does not have: +0, which changes nothing but a sum of -0."""

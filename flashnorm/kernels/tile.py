@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from flashnorm.program import AddResidual, BlockScales, Cast, MeanVar, Silu, Variant
+from flashnorm.program import AddResidual, BlockScales, Cast, MeanVar, RowProgram, Silu, Variant
 
 GROUP = 8
 MAX_LANES = 1024
@@ -215,7 +215,9 @@ def sm_of(arch: str) -> int:
 
 def needs_of(variant: Variant) -> Needs:
     """What a variant asks of its tiles."""
-    program, load = variant.program, variant.program.load
+    program = variant.program
+    assert isinstance(program, RowProgram)
+    load = program.load
     rows = [o for o in load.operands() if o.kind in ("row", "pool") and o.mode != "out"]
     loaded = tuple(WIDTH[variant.dtype(o.name)] for o in rows)
     if isinstance(load, AddResidual):  # its storage dtype, or an unrounded fp32 sum

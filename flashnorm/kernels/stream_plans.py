@@ -1,0 +1,123 @@
+"""Launch plans of the backward kernels: which tile for which row. Pure, as `plans` is.
+
+The streams of a sum (`program.partials`) are 2^20 / H where nothing clamps them: 8192 elements of rows that are worked
+on at the same time for each of 128 SMs. So a CTA has the workers of 8192 elements, 16 elements a thread, and there
+are 128 of it: one for each SM of the devices that matter here (an H200 has 132). What hides latency is the stages: two
+rows under way are 64 KiB an SM, and 4.8 TB/s with 700 ns want 26.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashnorm.kernels.plans import has_clusters
+from flashnorm.kernels.stream_tile import Again, Asks, Outer, StreamTile, Vectors, asks_of
+from flashnorm.kernels.tile import GROUP, WARP, lanes, shared_limit, sm_of
+from flashnorm.program import Variant, partials
+
+StreamPlans = tuple[tuple["int | None", StreamTile], ...]
+
+CTAS = 128
+# Registers of what is neither held nor summed, as compiled kernels show: values that are kept are their own workplace.
+WORK = {"values": 52, "raw": 64, "shared": 64, "global": 64}
+WORK_MEANS = 12  # more for a LayerNorm
+HIDDEN = 4  # a round, of weights in registers that are widened when they are used
+NO_SUMS = 28  # less where nothing is summed over rows
+SPREAD = 16384  # columns that one CTA sums at most: beyond, a cluster
+
+
+def registers(tile: StreamTile, asks: Asks) -> int:
+    """Registers a thread is held to need."""
+    row = 0
+    if tile.again == "values":
+        row = 2 * GROUP
+    elif tile.again == "raw":
+        row = sum(asks.loaded[:2]) * GROUP // 4
+    if tile.stages == 0 and tile.again != "global":  # all of the row is loaded at once
+        row = max(row, sum(asks.loaded) * GROUP // 4) + (2 * GROUP if tile.again == "values" else 0)
+    vectors = {"values": 4, "raw": asks.vector}.get(tile.vectors, 0) * GROUP // 4 if asks.vector else 0
+    vectors += HIDDEN if tile.vectors == "raw" and tile.again != "values" else 0
+    sums = asks.sums * GROUP * (2 if tile.outer == "registers" else 1) if tile.summed else 0
+    batch = sum(asks.loaded) * GROUP // 4 * tile.batch if tile.again == "global" else 0
+    work = WORK[tile.again] + (WORK_MEANS if asks.exchanges > 1 else 0)
+    work -= 0 if tile.summed else NO_SUMS
+    return tile.rounds * (row + vectors + sums) + batch + work
+
+
+def fits(tile: StreamTile, asks: Asks, sm: int) -> bool:
+    """Whether a tile's registers and shared memory are there."""
+    return registers(tile, asks) <= min(255, 65536 // tile.num_threads) and tile.stream_bytes(asks) <= shared_limit(sm)
+
+
+def pick(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile:
+    """The tile for a row of H elements; pure."""
+    most = lanes(hidden_size)
+    streams = partials(1, hidden_size)
+    tried = []
+    for threads, cluster in shapes(hidden_size, sm):
+        threads = min(threads, max(1, most // cluster))
+        workers = max(1, min(streams // CTAS, 512 // threads)) if cluster == 1 else 1
+        if WARP < threads:
+            workers = min(workers, 8)
+        cta = max(WARP, threads * workers)
+        tried.append(StreamTile(hidden_size, vec, threads, cta, cluster, stages=0, again="global", vectors="global"))
+    staged = vec * min(asks.loaded) >= 4  # the least that cp.async moves
+    for tile in tried:
+        for again, outer, vectors, stages in ORDER:
+            if stages and not staged:
+                continue
+            if outer == "shared" and not asks.sums:
+                continue
+            full = replace(tile, again=again, outer=outer, vectors=vectors, stages=stages)
+            if fits(full, asks, sm):
+                return full
+    # Too wide: sums over rows by columns, and the rows by as many threads as there are.
+    threads = min(1024, most)
+    wide = StreamTile(hidden_size, vec, threads, max(WARP, threads), stages=0, vectors="global", summed=False)
+    for full in (replace(wide, again="raw"), replace(wide, again="global"), replace(wide, again="global", batch=1)):
+        if fits(full, asks, sm):
+            return full
+    raise AssertionError(f"no tile for H = {hidden_size}")
+
+
+STAGED: tuple[tuple[Again, Outer, Vectors], ...] = (
+    ("values", "registers", "raw"),
+    ("shared", "registers", "raw"),
+    ("shared", "shared", "raw"),
+    ("shared", "registers", "shared"),
+    ("shared", "shared", "shared"),
+    ("shared", "shared", "global"),
+)
+UNSTAGED: tuple[tuple[Again, Vectors], ...] = (
+    ("values", "raw"),
+    ("values", "global"),
+    ("raw", "raw"),
+    ("raw", "global"),
+    ("global", "global"),
+)
+# What to try first, where there is room: values of the first pass kept for the second one, weights in registers.
+ORDER: list[tuple[Again, Outer, Vectors, int]] = [
+    (again, outer, vectors, stages) for stages in (3, 2) for again, outer, vectors in STAGED
+] + [(again, "registers", vectors, 0) for again, vectors in UNSTAGED]
+
+
+def shapes(hidden_size: int, sm: int) -> list[tuple[int, int]]:
+    """(threads, CTAs) a row, in order of preference."""
+    groups = -(-hidden_size // GROUP)
+    if hidden_size <= SPREAD // 2:
+        return [(max(1, lanes(hidden_size) // 2), 1)]
+    out = [(512, 1)] if hidden_size <= SPREAD else []
+    for cluster in (2, 4, 8) if has_clusters(sm) else ():
+        if groups <= cluster * 2048:
+            out.append((512, cluster))
+    return out
+
+
+def plans(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamPlans:
+    """(largest M, tile) for every class of M."""
+    return ((None, pick(hidden_size, vec, asks, sm)),)
+
+
+def plans_for(variant: Variant, arch: str) -> StreamPlans:
+    """The launch plans of a backward's variant."""
+    return plans(variant.hidden_size, variant.vec, asks_of(variant), sm_of(arch))
