@@ -6,11 +6,11 @@ They choose among flashnorm's operators and add nothing to their cost but a few 
 from __future__ import annotations
 
 import contextlib
-import math
 from typing import Any
 
 import torch
 
+from flashnorm.core.checks import FLT_MAX
 from flashnorm.core.dispatch import backend, check_name
 from flashnorm.ops import rmsnorm as rms
 from flashnorm.ops.add import add_layernorm, add_rmsnorm, gemma_add_rmsnorm
@@ -150,7 +150,7 @@ def check_mode(casting_mode: Any, offset: Any) -> str:
         raise ValueError(f"casting_mode must be one of {accepted}, got {casting_mode!r}") from None
     if isinstance(offset, bool) or not isinstance(offset, int | float):
         raise TypeError(f"offset must be a Python number, got {type(offset).__name__}")
-    if not math.isfinite(offset):
+    if not -FLT_MAX <= offset <= FLT_MAX:  # as compilers can ask it of a symbol
         raise ValueError(f"offset must be finite, got {offset!r}")
     return mode
 
