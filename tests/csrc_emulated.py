@@ -14,7 +14,7 @@ import pytest
 
 from flashnorm.jit.codegen import unit
 from flashnorm.jit.toolchain import find_host_compiler, find_tvm_ffi
-from flashnorm.program import RowProgram
+from flashnorm.program import Program
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT.parent / "csrc"
@@ -25,7 +25,7 @@ class Emulated:
     """A unit compiled over the emulation."""
 
     module: Any
-    program: RowProgram
+    program: Program
     dtypes: tuple[str, ...]
 
     @property
@@ -37,7 +37,7 @@ class Emulated:
         self.module["force"](sm, shared_memory, *plan)
 
 
-def build(folder: Path, programs: Mapping[str, tuple[RowProgram, tuple[str, ...]]]) -> dict[str, Emulated]:
+def build(folder: Path, programs: Mapping[str, tuple[Program, tuple[str, ...]]]) -> dict[str, Emulated]:
     """Compiles programs with their dtypes, as many at once as there are cores; skips where there is no compiler."""
     import tvm_ffi
 
@@ -48,6 +48,7 @@ def build(folder: Path, programs: Mapping[str, tuple[RowProgram, tuple[str, ...]
     def compile_one(name: str) -> str:
         program, dtypes = programs[name]
         source = unit(program, dtypes, "cuda").replace("flashnorm/ffi/launch.h", "emulated_launch.h")
+        source = source.replace("flashnorm/ffi/backward_launch.h", "emulated_backward.h")
         (folder / f"{name}.cpp").write_text(source)
         command = [*compiler.command, "-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fno-gnu-unique"]
         command += ["-fvisibility=hidden", "-shared", "-fPIC", f"-I{CSRC}", f"-I{ROOT / 'csrc'}"]

@@ -19,7 +19,7 @@ from flashnorm.jit.cpu import detect_cpu
 from flashnorm.jit.env import BuildError, Missing
 from flashnorm.jit.spec import ArtifactSpec, safe_name, source_hash
 from flashnorm.jit.toolchain import cxx_flags, find_host_compiler, find_tvm_ffi, link_flags, tvm_ffi_version
-from flashnorm.program import Program, Variant
+from flashnorm.program import BackwardProgram, Program, Variant
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
@@ -39,6 +39,7 @@ _SOURCES = tuple(
         "cpu",
     )
 )
+_BACKWARD_SOURCES = (*_SOURCES, CSRC / "flashnorm" / "backward" / "program.cuh")
 
 
 def _toolchain() -> dict[str, Any]:
@@ -57,6 +58,8 @@ def spec(program: Program, dtypes: tuple[str, ...]) -> ArtifactSpec:
         KeyError: a dtype that the route has no type for.
     """
     source = unit(program, dtypes, "cpu")
+    backward = isinstance(program, BackwardProgram)
+    first = f"{program.norm}_backward" if isinstance(program, BackwardProgram) else type(program.load).__name__
     cpu = detect_cpu()
 
     def build_in(folder: Path) -> None:
@@ -77,13 +80,13 @@ def spec(program: Program, dtypes: tuple[str, ...]) -> ArtifactSpec:
         ninja.build(folder, [ninja.Unit("kernel.cpp", command, "kernel.o")], link)
 
     return ArtifactSpec(
-        name=safe_name("cpu", type(program.load).__name__, *dict.fromkeys(dtypes)),
+        name=safe_name("cpu", first, *dict.fromkeys(dtypes)),
         key={
             "route": "cpu",
             "program": repr(program),
             "dtypes": dtypes,
             "cpu": (cpu.machine, *cpu.features),
-            "sources": source_hash(*_SOURCES),
+            "sources": source_hash(*(_BACKWARD_SOURCES if backward else _SOURCES)),
             "unit": source,
             "tvm_ffi": tvm_ffi_version(),
         },

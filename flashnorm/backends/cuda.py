@@ -27,7 +27,7 @@ from flashnorm.jit.toolchain import (
     nvcc_link_flags,
     tvm_ffi_version,
 )
-from flashnorm.program import Program, Variant
+from flashnorm.program import BackwardProgram, Program, Variant
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
@@ -49,9 +49,31 @@ _SOURCES = tuple(
         "row_forward.cuh",
         "row",
         "ffi/operands.h",
+        "ffi/facts.h",
+        "ffi/calls.h",
         "ffi/plan.h",
         "ffi/select.h",
         "ffi/launch.h",
+    )
+)
+_BACKWARD_SOURCES = tuple(
+    CSRC / "flashnorm" / name
+    for name in (
+        "types.cuh",
+        "device.cuh",
+        "access.cuh",
+        "fp.cuh",
+        "vec.cuh",
+        "codec.cuh",
+        "reduce.cuh",
+        "row_backward.cuh",
+        "backward",
+        "ffi/operands.h",
+        "ffi/facts.h",
+        "ffi/calls.h",
+        "ffi/backward_plan.h",
+        "ffi/backward_select.h",
+        "ffi/backward_launch.h",
     )
 )
 
@@ -82,6 +104,8 @@ def spec(program: Program, dtypes: tuple[str, ...], target: str, defines: tuple[
         KeyError: a dtype that the route has no type for.
     """
     source = unit(program, dtypes, "cuda")
+    backward = isinstance(program, BackwardProgram)
+    first = f"{program.norm}_backward" if isinstance(program, BackwardProgram) else type(program.load).__name__
 
     def build_in(folder: Path) -> None:
         nvcc, host, ffi = find_nvcc(settings), find_host_compiler(settings), find_tvm_ffi()
@@ -100,13 +124,13 @@ def spec(program: Program, dtypes: tuple[str, ...], target: str, defines: tuple[
         ninja.build(folder, [ninja.Unit("kernel.cu", command, "kernel.o")], link)
 
     return ArtifactSpec(
-        name=safe_name("cuda", type(program.load).__name__, *dict.fromkeys(dtypes), target),
+        name=safe_name("cuda", first, *dict.fromkeys(dtypes), target),
         key={
             "route": "cuda",
             "program": repr(program),
             "dtypes": dtypes,
             "arch": target,
-            "sources": source_hash(*_SOURCES),
+            "sources": source_hash(*(_BACKWARD_SOURCES if backward else _SOURCES)),
             "unit": source,
             "defines": defines,
             "tvm_ffi": tvm_ffi_version(),

@@ -1,20 +1,10 @@
 // How the CUDA route launches a program: which kernel, how many threads, and the launch itself.
 #pragma once
 
-#include <cuda_runtime.h>
-#include <tvm/ffi/extra/c_env_api.h>
-
+#include "calls.h"
 #include "select.h"
 
 namespace flashnorm {
-
-inline void check(cudaError_t code, const char* what) {
-  if (code == cudaSuccess) return;
-  cudaGetLastError();  // not sticky: the next call must not report it again
-  TVM_FFI_THROW(RuntimeError) << what << " failed: " << cudaGetErrorName(code) << ": " << cudaGetErrorString(code);
-}
-
-constexpr int kMaxDevices = 64;
 
 // The facts of the current device. The first call on a device also loads every kernel of the program there:
 // the driver would otherwise load one when it is first launched, which may be inside a graph capture.
@@ -48,27 +38,6 @@ const DeviceFacts& device_facts(int device) {
   known[device] = facts;
   return known[device];
 }
-
-// Makes a device current for as long as it lives.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    check(cudaGetDevice(&previous_), "cudaGetDevice");
-    if (previous_ == device) {
-      previous_ = -1;
-    } else {
-      check(cudaSetDevice(device), "cudaSetDevice");
-    }
-  }
-  ~DeviceGuard() {
-    if (previous_ >= 0) cudaSetDevice(previous_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int previous_ = -1;
-};
 
 #ifdef FLASHNORM_TUNING
 // Tuning builds only (benchmarks/tune_cuda.py): a plan from outside instead of `pick`'s, and what there is to choose.

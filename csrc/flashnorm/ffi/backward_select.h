@@ -1,0 +1,171 @@
+// From a call to the kernels that carry it out and their arguments. No CUDA runtime: a test runs it too.
+#pragma once
+
+#include "../row_backward.cuh"
+#include "backward_plan.h"
+#include "operands.h"
+
+namespace flashnorm {
+
+template <class Program, class Grid>
+using BackwardKernel = void (*)(Program, Grid);
+
+// The size of a launch.
+struct Extent {
+  int64_t ctas;
+  int threads_x;
+  int threads_y;
+  int cluster;
+  int64_t shared_bytes;
+};
+
+template <class Tile>
+bool carries_out(const StreamPlan& plan) {
+  const bool threads = Tile::kThreads == 0 ? plan.threads <= 32 && plan.threads * plan.rows == Tile::kCta
+                                           : Tile::kThreads == plan.threads && Tile::kRows == plan.rows;
+  return plan.threads > 0 && threads && Tile::kCluster == plan.cluster && Tile::kLanes == plan.lanes &&
+         Tile::kGroups == plan.groups;
+}
+
+template <class Visit, class... Each>
+void for_each_tile(Visit&& visit, StreamTileList<Each...>) {
+  (visit(Each{}), ...);
+}
+
+// visit(kernel) for every kernel of the program.
+template <class Program, class Visit>
+void for_each_backward_kernel(Visit&& visit) {
+  if constexpr (Program::kRows) {
+    for_each_tile([&](auto tile) { visit(backward_streams<Program, decltype(tile)>); }, StreamTilesOf<Program>{});
+  }
+  if constexpr (Program::kRows || Program::kDw) {
+    visit(backward_rows<Program, Whole>);
+    visit(backward_rows<Program, Shifted>);
+  }
+  if constexpr (Program::kSums > 0) {
+    visit(backward_columns<Program, Whole>);
+    visit(backward_columns<Program, Shifted>);
+    visit(backward_fold<Program>);
+  }
+}
+
+// How the call's rows belong to weight rows: all to one, or, where dweight has rows, the inner ones of the row grid each
+// to its own and the outer ones are those that share it.
+template <class Program>
+Streams streams_of(const Program& program, const Operands& operands) {
+  const int64_t rows = operands.rows(), inner = operands.inner();
+  Streams streams{rows, 1, inner, 0, false};
+  if constexpr (Program::kDw) {
+    const auto& dweight = program.dweight;
+    if (dweight.inner_stride != 0 || dweight.outer_stride != 0) {
+      const bool all = operands.outer() == 1 || dweight.outer_stride != 0;
+      if (all && inner > 1 && dweight.inner_stride == 0) {
+        TVM_FFI_THROW(ValueError) << "rows of dweight must be the inner ones of the grid";
+      }
+      if (all) {
+        streams.own = true;
+      } else {
+        streams.rows = operands.outer();
+        streams.weight_rows = inner;
+      }
+    }
+  }
+  if (Program::kDb && (streams.own || streams.weight_rows > 1)) {
+    TVM_FFI_THROW(ValueError) << "a bias goes with a weight that all rows share";
+  }
+  streams.partials = partials_of(streams.weight_rows, operands.hidden_size());
+  return streams;
+}
+
+// Calls `run(kernel, grid, extent)` for each kernel of the call, in order. `forced` has threads 0 for a plan of its own.
+template <class Program, class Run>
+void run_backward(const Program& program, const Operands& operands, const DeviceFacts& device, const StreamPlan& forced,
+                  bool apart, const Run& run) {
+  const int hidden_size = operands.hidden_size();
+  const bool whole = operands.width() == kGroup;
+  const Streams streams = streams_of(program, operands);
+  const int64_t rows = operands.rows();
+  bool done = rows == 0;
+  int written = streams.partials;
+
+  if constexpr (Program::kRows) {
+    if (whole && !done && !streams.own && !apart) {
+      StreamPlan plan = forced.threads > 0 ? forced : pick_streams(device, hidden_size, Program::kSums);
+      const int64_t longest = (streams.rows + streams.partials - 1) / streams.partials;
+      const int held = plan.lanes * plan.groups, cta = plan.threads * plan.rows;
+      StreamMemory memory{};
+      if (plan.threads > 0) {
+        memory = divide_memory(device.shared_memory - kOwnSharedMemory, stage_bytes<Program>(cta, held),
+                               outer_bytes<Program>(cta, held), longest, plan.stages);
+      }
+      if (memory.stages > 0) {
+        const int folded = Program::kSums == 0 ? 1 : plan.rows < streams.partials ? plan.rows : streams.partials;
+        written = streams.partials / folded;
+        const int64_t used = streams.used() < written ? streams.used() : written;
+        const int64_t bundles = plan.rows / folded;
+        const int64_t ctas = (streams.weight_rows * used + bundles - 1) / bundles * plan.cluster;
+        const StreamGrid grid{streams, hidden_size, folded, memory.stages, memory.outer};
+        for_each_tile(
+            [&](auto tile) {
+              using Tile = decltype(tile);
+              if (done || !carries_out<Tile>(plan)) return;
+              run(backward_streams<Program, Tile>, grid,
+                  Extent{ctas, plan.threads, plan.rows, plan.cluster, memory.bytes});
+              done = true;
+            },
+            StreamTilesOf<Program>{});
+        if (!done) TVM_FFI_THROW(RuntimeError) << "no kernel for the plan of a backward";
+      }
+    }
+  }
+  if constexpr (Program::kSums > 0) {
+    // Before the rows: a gradient of rows may be written over the incoming one.
+    if (!done && !streams.own) {
+      written = streams.partials;
+      const int per_row = (hidden_size + kColumnThreads * kGroup - 1) / (kColumnThreads * kGroup);
+      const Extent extent{streams.weight_rows * streams.used() * per_row, kColumnThreads, 1, 1, 0};
+      const ColumnGrid grid{streams, hidden_size};
+      if (whole) {
+        run(backward_columns<Program, Whole>, grid, extent);
+      } else {
+        run(backward_columns<Program, Shifted>, grid, extent);
+      }
+    }
+  }
+  if constexpr (Program::kRows || Program::kDw) {
+    if (!done && (Program::kRows || streams.own)) {
+      const int threads = lanes_of(hidden_size), in_cta = threads < 256 ? 256 / threads : 1;
+      const Extent extent{(rows + in_cta - 1) / in_cta, threads, in_cta, 1, 0};
+      const RowsGrid grid{streams, rows, operands.inner(), hidden_size};
+      if (whole) {
+        run(backward_rows<Program, Whole>, grid, extent);
+      } else {
+        run(backward_rows<Program, Shifted>, grid, extent);
+      }
+    }
+  }
+  if constexpr (Program::kSums > 0) {
+    if (!streams.own) {
+      const int slices = written < kFoldSlices ? written : kFoldSlices;
+      const int64_t columns = (hidden_size + kFoldColumns - 1) / kFoldColumns;
+      const int64_t used = streams.used() < written ? streams.used() : written;
+      const FoldGrid grid{streams.weight_rows, streams.partials, written, used, hidden_size};
+      run(backward_fold<Program>, grid,
+          Extent{columns * streams.weight_rows, kFoldColumns, slices, 1, kFoldColumns * kFoldSlices * 2});
+    }
+  }
+}
+
+// What the workspace must hold.
+template <class Program>
+void check_workspace(const Program& program, const Operands& operands, int64_t elements) {
+  const Streams streams = streams_of(program, operands);
+  const int64_t needed = streams.own ? 0
+                                     : Program::kSums * streams.weight_rows * streams.partials * operands.hidden_size();
+  if (elements < needed || reinterpret_cast<uintptr_t>(program.workspace) % 16 != 0) {
+    TVM_FFI_THROW(ValueError) << "the workspace must be aligned to 16 bytes and hold " << needed
+                              << " elements, got " << elements;
+  }
+}
+
+}  // namespace flashnorm
