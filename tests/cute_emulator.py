@@ -363,9 +363,11 @@ def launch_backward(variant, tile, made, tensors, sm=90):
     kernel = object.__new__(RowBackward)
     kernel.variant, kernel.plans, kernel.sm, kernel.has_pdl = variant, ((None, tile),), sm, sm >= 90
     kernel.prepare()
-    kernel.rows = Kernel(
-        kernel.rows_body, made, lambda _, mode, *__: (tile.alone() if mode == "own" else tile).stream_bytes(kernel.asks)
-    )
+
+    def shared_of_rows(index, mode, operands):
+        return (tile if mode in ("one", "several") else tile.alone()).stream_bytes(kernel.asks)
+
+    kernel.rows = Kernel(kernel.rows_body, made, shared_of_rows)
     kernel.columns = Kernel(kernel.columns_body, made, lambda *_: 0)
     kernel.fold = Kernel(kernel.fold_body, made, lambda *_: partials.FOLD_BYTES)
     with patched(made(1, 32, 1, 0)):

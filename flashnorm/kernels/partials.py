@@ -9,11 +9,13 @@ from cutlass import Int32, Int64
 
 from flashnorm.kernels import memory
 from flashnorm.kernels.codec import pack
+from flashnorm.kernels.fp import add_rn
 from flashnorm.kernels.reduce import butterfly, halve
 from flashnorm.kernels.tile import WARP, WIDTH
 
 GROUP = memory.GROUP
 SLICES = 32  # of the partials of a column, each added up by one thread; their sums are then a warp's
+BATCH = 16  # loads of a thread in flight
 PITCH = WARP + 1  # floats between the slices' sums: no two of a column in one bank
 FOLD_THREADS = WARP * SLICES
 FOLD_BYTES = SLICES * PITCH * 4
@@ -69,6 +71,18 @@ def join_workers(k, sums, flat, index, sum_floats):
 
 
 # ------------------------------------------------------------------ fold
+def folded(items, load):
+    """The values of some items joined by halving, a batch of loads at a time.
+
+    Until its last step, halving keeps items at even places from those at odd ones: each are a halving of their own.
+    """
+    if len(items) <= BATCH:
+        return halve([load(item) for item in items])
+    even = folded(items[0::2], load)
+    memory.warp_barrier()  # or ptxas begins with all loads, and spills
+    return add_rn(even, folded(items[1::2], load))
+
+
 def fold(variant, tensors, tid, bid, shared, most, live, weight_row, sum_floats):
     """Add up the partials of 32 columns of one weight row's gradient, and store it.
 
@@ -92,13 +106,15 @@ def fold(variant, tensors, tid, bid, shared, most, live, weight_row, sum_floats)
     inside = (column < Int32(hidden)).to(Int32)
     start = (Int64(row) * live) * Int64(hidden) + Int64(part) * sum_floats + Int64(column)
     base = tensors["workspace"].iterator.toint() + start * Int64(4)
-    values = []
-    for q in range(most // SLICES):
+
+    def load(q):
         p = Int64(warp) + Int64(q * SLICES)
         here = inside & (p < live).to(Int32)
-        values.append(memory.load_one((base + p * Int64(4 * hidden)).ir_value(), "float32", here.ir_value()))
+        return memory.load_one((base + p * Int64(4 * hidden)).ir_value(), "float32", here.ir_value())
+
+    total = folded(list(range(most // SLICES)), load)
     slot = shared + (warp * Int32(PITCH) + lane) * Int32(4)
-    memory.write_float(slot.ir_value(), halve(values), Int32(1).ir_value())
+    memory.write_float(slot.ir_value(), total, Int32(1).ir_value())
     memory.barrier(0, FOLD_THREADS)
     slot = shared + (lane * Int32(PITCH) + warp) * Int32(4)
     (value,) = memory.read_floats(slot.ir_value(), 1)

@@ -14,7 +14,7 @@ the rows read once more. It goes first: gradients may overwrite what it reads.
 `fold`: adds up the partials.
 
 A weight that comes by rows has a stream for each of its rows and partials ("several"); where every row has a weight of
-its own, nothing is summed ("own").
+its own, nothing is summed ("own"); beside `columns`, rows are no streams either ("alone").
 """
 
 import cutlass
@@ -35,12 +35,13 @@ FEWEST = 32  # partials that a fold is made for at least
 
 
 def runtime_partials(weight_rows, hidden_size):
-    """`program.partials` of an Int64, by comparisons."""
-    most, count = Int64(1), Int64(PARTIALS // hidden_size) // weight_rows
+    """The logarithm of `program.partials` of an Int64, by comparisons (Int32)."""
+    power = Int32(0)
     for k in range(1, MOST_PARTIALS.bit_length()):
-        most = most + (count >= Int64(1 << k)).to(Int64) * Int64(1 << (k - 1))
-    raised = (weight_rows == Int64(1)).to(Int64) * (most < Int64(LEAST_PARTIALS)).to(Int64)
-    return most + raised * (Int64(LEAST_PARTIALS) - most)
+        power = power + (weight_rows * Int64(hidden_size << k) <= Int64(PARTIALS)).to(Int32)
+    least = Int32(LEAST_PARTIALS.bit_length() - 1)
+    raised = (weight_rows == Int64(1)).to(Int32) & (power < least).to(Int32)
+    return power + raised * (least - power)
 
 
 class Parts:
@@ -62,7 +63,8 @@ class Parts:
             self.each = self.each * (size - varies * (size - Int64(1)))
             # The last axis that varies: where two do, every row has a weight row, and no sum is asked for.
             self.distance = varies * Int64(like.stride[axis]) + (Int64(1) - varies) * self.distance
-        self.partials = runtime_partials(self.weight_rows, hidden_size)
+        self.power = Int64(runtime_partials(self.weight_rows, hidden_size))
+        self.partials = Int64(1) << self.power
 
     @property
     def own(self):
@@ -72,7 +74,7 @@ class Parts:
     def walk(self, worker):
         """The rows of a worker's stream, and (int32) whether there is such a worker."""
         here = (worker < self.weight_rows * self.partials).to(Int64)
-        weight_row, first = worker // self.partials * here, worker % self.partials
+        weight_row, first = (worker >> self.power) * here, worker & (self.partials - Int64(1))
         corner = tuple(weight_row * varies for varies in self.varies)
         width = None
         if self.rank == 2:
@@ -140,9 +142,11 @@ class RowBackward:
 
     def launch(self, index, mode, rows, enable_pdl, operands, stream):
         tile = self.plans[index][1]
-        weight_rows = Int64(1)
+        sums = mode != "own" and bool(self.parts)
+        weight_rows, blocks = Int64(1), (rows + Int64(tile.rows - 1)) // Int64(tile.rows)
+        each = blocks  # of a CTA's rows that are no stream
         if mode == "own":
-            blocks = (rows + Int64(tile.rows - 1)) // Int64(tile.rows)
+            pass
         elif mode == "one":
             blocks = self.live(tile, rows)
         else:
@@ -151,12 +155,14 @@ class RowBackward:
             workers = weight_rows * split.partials
             blocks = (workers + Int64(tile.rows - 1)) // Int64(tile.rows)
         common = {"stream": stream, "use_pdl": enable_pdl if self.has_pdl else False, "hint_smem_base_uniform": False}
-        sums = mode != "own" and bool(self.parts)
         if sums and not tile.summed:
             wide = blocks * Int64(columns.blocks(self.variant.hidden_size))
             self.columns(mode, operands).launch(grid=[Int32(wide), 1, 1], block=[columns.THREADS, 1, 1], **common)
+            mode_of_rows, blocks = "alone", each
+        else:
+            mode_of_rows = mode
         if tile.summed or self.variant.program.rows or mode == "own":
-            self.rows(index, mode, operands).launch(
+            self.rows(index, mode_of_rows, operands).launch(
                 grid=[Int32(blocks * Int64(tile.cluster_n)), 1, 1],
                 block=[tile.num_threads, 1, 1],
                 cluster=[tile.cluster_n, 1, 1] if tile.cluster_n > 1 else None,
@@ -208,7 +214,7 @@ class RowBackward:
         tile = self.plans[index][1]
         if tile.cluster_n > 1:
             memory.cluster_arrive()
-        if mode == "own":
+        if mode in ("own", "alone"):
             tile = tile.alone()
         tensors = dict(zip(self.names, operands, strict=True))
         k = StreamFrame(
@@ -217,8 +223,8 @@ class RowBackward:
         self.wait()
         if tile.cluster_n > 1:
             memory.cluster_wait()  # every peer runs, so its shared memory exists
-        if mode == "own":
-            self.row_alone(k)
+        if mode in ("own", "alone"):
+            self.row_alone(k, self.parts if mode == "own" else [])
             return
         walk, number, here = self.walk_of(k, mode, tile.rows)
         if self.by_rows and "weight" in self.names:
@@ -249,20 +255,22 @@ class RowBackward:
         split = self.split_of(operands)
         return split.weight_rows * split.partials * Int64(self.variant.hidden_size)
 
-    def row_alone(self, k):
-        """One row that shares its weight with no other."""
+    def row_alone(self, k, parts):
+        """One row that is summed with no other; `parts` are the gradients of its own weight row that it stores."""
         corner, width, count = whole_grid(k.tensors["dout"], self.variant.row_rank)
         walk = Walk(k.worker, Int64(1), count, corner, width)
         here = (k.worker < count).to(Int64)
         inside = Walk(k.worker * here, Int64(1), count, corner, width).coords()
         for operand in self.variant.program.operands():
-            if operand.kind != "workspace":
+            if operand.kind == "vec" and operand.name not in self.variant.row_vecs:
+                k._bases[operand.name] = k.address_of(operand.name, ())
+            elif operand.kind != "workspace":
                 k._bases[operand.name] = k.address_of(operand.name, inside)
         k.enter((walk.first < count).to(Int32), {}, Int32(0), Int32(0))
         row = Row(k)
 
         def store(j, dout, xh):
-            for name in self.parts:
+            for name in parts:
                 terms = [mul_rn(a, b) for a, b in zip(dout, xh, strict=True)] if name == "dweight" else dout
                 k.store(name, j, pack(terms, self.variant.dtype(name)))
 

@@ -22,6 +22,7 @@ CTAS = 128
 WORK = {"values": 52, "raw": 64, "shared": 64, "global": 64}
 WORK_MEANS = 12  # more for a LayerNorm
 HIDDEN = 4  # a round, of weights in registers that are widened when they are used
+BY_ROWS = 12  # more to find the rows of a weight's row
 NO_SUMS = 28  # less where nothing is summed over rows
 SPREAD = 16384  # columns that one CTA sums at most: beyond, a cluster
 
@@ -36,11 +37,11 @@ def registers(tile: StreamTile, asks: Asks) -> int:
     if tile.stages == 0 and tile.again != "global":  # all of the row is loaded at once
         row = max(row, sum(asks.loaded) * GROUP // 4) + (2 * GROUP if tile.again == "values" else 0)
     vectors = {"values": 4, "raw": asks.vector}.get(tile.vectors, 0) * GROUP // 4 if asks.vector else 0
-    vectors += HIDDEN if tile.vectors == "raw" and tile.again != "values" else 0
+    vectors += HIDDEN if tile.vectors in ("raw", "shared") and tile.again != "values" else 0
     sums = asks.sums * GROUP * (2 if tile.outer == "registers" else 1) if tile.summed else 0
     batch = sum(asks.loaded) * GROUP // 4 * tile.batch if tile.again == "global" else 0
     work = WORK[tile.again] + (WORK_MEANS if asks.exchanges > 1 else 0)
-    work -= 0 if tile.summed else NO_SUMS
+    work += (BY_ROWS if asks.by_rows else 0) - (0 if tile.summed else NO_SUMS)
     return tile.rounds * (row + vectors + sums) + batch + work
 
 
@@ -59,8 +60,10 @@ def pick(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile:
         workers = max(1, min(streams // CTAS, 512 // threads)) if cluster == 1 else 1
         if WARP < threads:
             workers = min(workers, 8)
-        cta = max(WARP, threads * workers)
-        tried.append(StreamTile(hidden_size, vec, threads, cta, cluster, stages=0, again="global", vectors="global"))
+        for count in (workers, workers // 2) if threads * workers > 256 and workers > 1 else (workers,):
+            cta = max(WARP, threads * count)
+            tile = StreamTile(hidden_size, vec, threads, cta, cluster, stages=0, again="global", vectors="global")
+            tried.append(tile)
     staged = vec * min(asks.loaded) >= 4  # the least that cp.async moves
     for tile in tried:
         for again, outer, vectors, stages in ORDER:

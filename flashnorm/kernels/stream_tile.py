@@ -28,6 +28,7 @@ class Asks:
         exchanges: sums of a row that cross warps.
         sums: element size of each vector whose gradient is summed over the rows: a dweight, a dbias.
         vector: element size of the weight, 0 without one.
+        by_rows: the weight comes by rows.
     """
 
     loaded: tuple[int, ...]
@@ -35,6 +36,7 @@ class Asks:
     exchanges: int = 1
     sums: int = 1
     vector: int = 2
+    by_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,4 +122,5 @@ def asks_of(variant: Variant) -> Asks:
         exchanges=(2 if program.norm == "layer" else 1) if program.rows else 0,
         sums=program.sums,
         vector=WIDTH[variant.dtype("weight")] if program.weight and program.rows else 0,
+        by_rows=bool(variant.row_vecs),
     )
