@@ -164,7 +164,9 @@ def _forms(op: Op) -> Iterator[RowProgram]:
     choices = [[(key, value) for value in dict.fromkeys(values.values())] for key, values in op.options.items()]
     for present in itertools.product(*(((), (name,)) for name in op.optional)):
         for options in itertools.product(*choices):
-            yield op.program(frozenset(always.union(*present)), dict(options))
+            program = op.program(frozenset(always.union(*present)), dict(options))
+            assert isinstance(program, RowProgram)  # of public operators
+            yield program
 
 
 def _kept(store: Store, routes: set[str]) -> list[tuple[str, Variant, tuple[str, ...]]]:

@@ -1,4 +1,4 @@
-"""From a backward program to the C++ unit that binds it: as codegen.py, for the one struct of csrc/flashnorm/backward/."""
+"""From a backward program to the C++ unit that binds it, as codegen.py; for the one struct of csrc/.../backward/."""
 
 from __future__ import annotations
 

@@ -39,7 +39,11 @@ _SOURCES = tuple(
         "cpu",
     )
 )
-_BACKWARD_SOURCES = (*_SOURCES, CSRC / "flashnorm" / "backward" / "program.cuh")
+_BACKWARD_SOURCES = (
+    *_SOURCES,
+    CSRC / "flashnorm" / "backward" / "program.cuh",
+    CSRC / "flashnorm" / "backward" / "place.h",
+)
 
 
 def _toolchain() -> dict[str, Any]:

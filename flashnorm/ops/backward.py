@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -130,11 +131,19 @@ def rmsnorm_backward(
     """
     made = _outputs(dout, x, weight, None, wanted)
     if made:
-        tensors = {"dout": dout, "x": x, "weight": weight, "rstd": rstd, "g_residual": g_residual, **made}
-        seen = _by_weight_rows(tensors)
-        seen["workspace"] = _workspace(x, made, workspace)
-        operands = (seen.get(o.name) for o in RMSNORM_BACKWARD.operands)
+        given: dict[str, Any] = {"dout": dout, "x": x, "weight": weight, "rstd": rstd, "g_residual": g_residual, **made}
+        by_rows = _by_weight_rows(x, weight, made.get("dweight"))
+        if by_rows is not None:
+            for name in ("dout", "x", "g_residual", "dx", "dresidual"):
+                if given.get(name) is not None and given[name].shape == x.shape:
+                    given[name] = by_rows.rows(given[name], written=name in made)
+            given["weight"], given["rstd"] = by_rows.vectors(given["weight"]), by_rows.per_row(rstd)
+            given["dweight"] = by_rows.vectors(given["dweight"], written=True)
+        given["workspace"] = _workspace(x, made, workspace)
+        operands = (given.get(o.name) for o in RMSNORM_BACKWARD.operands)
         _rmsnorm(*operands, repr(float(weight_offset)), "yes" if round_norm else "no", enable_pdl)
+        if by_rows is not None:
+            by_rows.finish()
     return made
 
 
@@ -209,34 +218,65 @@ def _workspace(x: Tensor, made: Mapping[str, Tensor], given: Tensor | None) -> T
     return backward_workspace(sums[0].numel() // hidden, hidden, x.device, sums=len(sums))
 
 
-_LIKE_WEIGHT = ("weight", "dweight")
+def _by_weight_rows(x: Tensor, weight: Any, dweight: Any) -> _ByWeightRows | None:
+    """How a call with several weight rows is taken; None where there is one, or the operator refuses them anyway."""
+    if weight is None or dweight is None or not 1 < weight.dim() <= x.dim() or dweight.shape != weight.shape:
+        return None
+    fits = all(a in (1, b) for a, b in zip(reversed(weight.shape), reversed(x.shape), strict=False))
+    return _ByWeightRows(x, weight) if fits else None
 
 
-def _by_weight_rows(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Views [shared ..., rows ..., H]: rows that share a weight row come first, and the weight's rows last."""
-    x, weight, dweight = tensors["x"], tensors["weight"], tensors.get("dweight")
-    if dweight is None or weight is None or weight.dim() == 1 or dweight.shape != weight.shape:
-        return dict(tensors)
-    lead = (1,) * (x.dim() - weight.dim()) + tuple(weight.shape[:-1])
-    if len(lead) != x.dim() - 1:
-        return dict(tensors)  # the operator says what is wrong with it
-    varying = [i for i, n in enumerate(lead) if n != 1]
-    shared = [i for i, n in enumerate(lead) if n == 1]
-    rows = [lead[i] for i in varying]
-    out: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        if tensor is None:
-            out[name] = None
-        elif name in _LIKE_WEIGHT:
-            out[name] = _squeezed(tensor, rows)
-        elif name == "rstd":
-            grid = tensor if tensor.shape == x.shape[:-1] else tensor.reshape(x.shape[:-1])
-            out[name] = grid.permute(*shared, *varying)
-        else:
-            out[name] = tensor.permute(*shared, *varying, -1)
-    return out
+class _ByWeightRows:
+    """A call's tensors as [T, R, H]: T rows for each of R weight rows, which vary last; and as [R, H].
+
+    They are views where strides allow it. Else inputs are copied, and results come through a copy.
+    """
+
+    def __init__(self, x: Tensor, weight: Tensor) -> None:
+        lead = (1,) * (x.dim() - weight.dim()) + tuple(weight.shape[:-1])
+        varying = [i for i, n in enumerate(lead) if n != 1]
+        shared = [i for i, n in enumerate(lead) if n == 1]
+        self.order = (*shared, *varying)
+        self.sizes = math.prod(x.shape[i] for i in shared), math.prod(lead[i] for i in varying)
+        self.split = len(shared)
+        self.shape = x.shape
+        self._back: list[tuple[Tensor, Tensor]] = []
+
+    def rows(self, tensor: Tensor, *, written: bool = False) -> Tensor:
+        """A "row" operand."""
+        return self._merged(tensor.permute(*self.order, -1), (*self.sizes, tensor.shape[-1]), written)
+
+    def per_row(self, tensor: Tensor) -> Tensor:
+        """One value a row."""
+        if tensor.numel() != math.prod(self.shape[:-1]):
+            return tensor  # the operator says what is wrong with it
+        return self._merged(tensor.reshape(self.shape[:-1]).permute(*self.order), self.sizes, False)
+
+    def vectors(self, tensor: Tensor, *, written: bool = False) -> Tensor:
+        """The weight, or its gradient."""
+        shape = (self.sizes[1], tensor.shape[-1]) if self.sizes[1] > 1 or tensor.numel() == 0 else tensor.shape[-1:]
+        if not written or tensor.is_contiguous():
+            return tensor.reshape(shape)
+        made = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        self._back.append((tensor, made.view(tensor.shape)))
+        return made
+
+    def _merged(self, tensor: Tensor, shape: tuple[int, ...], written: bool) -> Tensor:
+        if _merges(tensor, 0, self.split) and _merges(tensor, self.split, len(self.order)):
+            return tensor.view(shape)
+        if not written:
+            return tensor.reshape(shape)
+        made = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        self._back.append((tensor, made.view(tensor.shape)))
+        return made
+
+    def finish(self) -> None:
+        """Copies results to where they belong."""
+        for target, made in self._back:
+            target.copy_(made)
 
 
-def _squeezed(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """A weight without its dimensions of one row; [H] where it has no others."""
-    return tensor.view(*rows, tensor.shape[-1]) if rows else tensor.view(tensor.shape[-1])
+def _merges(tensor: Tensor, first: int, last: int) -> bool:
+    """Whether neighbouring dimensions are one dimension of a view."""
+    kept = [(tensor.shape[i], tensor.stride(i)) for i in range(first, last) if tensor.shape[i] != 1]
+    return all(outer == n * inner for (_, outer), (n, inner) in itertools.pairwise(kept))
