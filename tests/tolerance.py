@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.oracles import E2M1, LLAMA, Expected, places, round_to
+from tests.oracles import E2M1, LLAMA, Expected, ExpectedGradients, places, round_to
 
 _INT = {4: torch.int32, 2: torch.int16, 1: torch.int8, 8: torch.int64}
 FAR = 2**40  # a NaN against a number
@@ -23,6 +23,7 @@ DIFFERENCE_OF_LARGEST = 1e-6
 CODE_STEPS = 1
 SCALE_ROUNDING = 2.0**-23  # relative: the scale's rounding, and that of its inverse
 EAGER_FACTOR = 2.0
+SECOND_RELATIVE = 1e-5
 SUM_RELATIVE = 1e-6  # L2, of a gradient that is a sum over rows
 
 
@@ -230,9 +231,28 @@ def assert_share_of(got: torch.Tensor, want: torch.Tensor, what: str, *, worst: 
     assert part <= share, f"{what}: {part:.5%} of the elements differ, at most {share:.3%} may"
 
 
+# ------------------------------------------------------------------ gradients
+def assert_row_gradient(got: torch.Tensor, want: ExpectedGradients, what: str = "") -> None:
+    """The accuracy of a result that is a difference: a step of 16 bits, or 1e-6 of the row's largest operand."""
+    got = got.detach().cpu()
+    assert got.shape == want.dh.shape, f"{what}: shape {tuple(got.shape)}"
+    room = want.operand.unsqueeze(-1) * DIFFERENCE_OF_LARGEST
+    wrong = ~((got.double() - want.dh).abs() <= room + want.dh.abs() * FP32_RELATIVE)
+    if got.dtype != torch.float32:
+        wrong &= steps_between(got, round_to(want.dh, got.dtype)) > 1
+    _fail(wrong, got, want.dh, what)
+
+
 def assert_same_sum(got: torch.Tensor, want: torch.Tensor, what: str = "") -> None:
-    """Two orders of one fp32 sum, each rounded once to the dtype: 1e-6 in the L2 norm, or a rounding of 16 bits."""
-    assert got.dtype == want.dtype and got.shape == want.shape, (what, got.dtype, got.shape)
+    """Two orders of one sum, rounded to the dtype: 1e-6 in the L2 norm, and in 16 bits a step's width."""
+    assert got.shape == want.shape and want.dtype in (got.dtype, torch.float64), (what, got.dtype, got.shape)
+    got, want = got.detach().cpu(), want.detach().cpu()
     bound = SUM_RELATIVE if got.dtype == torch.float32 else torch.finfo(got.dtype).eps
-    apart = float((got.double() - want.double()).norm()) / max(float(want.double().norm()), 1e-30)
-    assert apart <= bound, f"{what}: sums differ by {apart:.2e} of their norm, at most {bound:.2e}"
+    apart, size = float((got.double() - want.double()).norm()), float(want.double().norm())
+    assert apart <= bound * size, f"{what}: sums differ by {apart:.2e}, at most {bound:.0e} of {size:.2e}"
+
+
+def assert_second_gradient(got: torch.Tensor, want: torch.Tensor, what: str = "") -> None:
+    """Second gradients come from the formula in fp32: a thousandth of a per cent in the L2 norm."""
+    apart, size = float((got.detach().cpu().double() - want.cpu()).norm()), float(want.norm())
+    assert apart <= SECOND_RELATIVE * size, f"{what}: off by {apart:.2e} of {size:.2e}"
