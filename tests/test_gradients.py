@@ -85,7 +85,7 @@ DTYPES = (  # of rows, of weights and biases, of the residual
 
 
 def leaves(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    return {name: t.to(device).requires_grad_() for name, t in tensors.items()}
+    return {name: t.detach().to(device, copy=True).requires_grad_() for name, t in tensors.items()}
 
 
 def judge(tensors: dict[str, Any], want: ExpectedGradients, what: str) -> None:
@@ -190,7 +190,7 @@ def test_layouts_of_gradients_and_inputs(name: str, route: str, device: torch.de
         "misaligned": rows((6, 129), BF16)[:, 1:],
     }.items():
         tensors = leaves(given, device)
-        base = wide.to(device).requires_grad_()
+        base = wide.to(device, copy=True).requires_grad_()
         with flashnorm.backend(route):
             y = norm(tensors | {"x": base[:, 129:]})[0]
         if dy is None:
@@ -230,7 +230,7 @@ def test_only_what_is_needed(name: str, device: torch.device, monkeypatch: pytes
     whole = leaves(given, device)
     norm(whole)[0].square().sum().backward()
     for alone in norm.names:
-        tensors = {key: t.to(device).requires_grad_(key == alone) for key, t in given.items()}
+        tensors = {key: t.to(device, copy=True).requires_grad_(key == alone) for key, t in given.items()}
         norm(tensors)[0].square().sum().backward()
         assert asked[-1] == {called[alone]}
         assert all((t.grad is not None) == (key == alone) for key, t in tensors.items())
