@@ -75,11 +75,12 @@ def pick(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile:
             if fits(full, asks, sm):
                 return full
     # Too wide: sums over rows by columns, and the rows by as many threads as there are.
-    threads = min(1024, most)
-    wide = StreamTile(hidden_size, vec, threads, max(WARP, threads), stages=0, vectors="global", summed=False)
-    for full in (replace(wide, again="raw"), replace(wide, again="global"), replace(wide, again="global", batch=1)):
-        if fits(full, asks, sm):
-            return full
+    for again, batch in (("raw", 4), ("global", 4), ("global", 1)):
+        for threads in (min(1024, most), min(512, most)):
+            wide = StreamTile(hidden_size, vec, threads, max(WARP, threads), stages=0, summed=False, batch=batch)
+            full = replace(wide, again="raw" if again == "raw" else "global", vectors="global")
+            if fits(full, asks, sm):
+                return full
     raise AssertionError(f"no tile for H = {hidden_size}")
 
 
