@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashnorm.core import dispatch
 from flashnorm.core.checks import PLAIN
+
+if TYPE_CHECKING:
+    from flashnorm.core.op import Op
 
 Tensor = torch.Tensor
 Maybe = torch.Tensor | None  # written out in annotations of functions that PyTorch reads
@@ -68,6 +71,7 @@ class Differentiable:
 
     Attributes:
         name: of the public function.
+        op: its operator, whose checks a compiled call has too.
         serve: (x, residual, weight, bias, eps, numerics, enable_pdl) -> (y, [h,] *statistics), all of them new; the
             call that inference makes too.
         backward: the gradients that are needed, None in place of the others.
@@ -77,6 +81,7 @@ class Differentiable:
     """
 
     name: str
+    op: Op
     serve: Callable[..., tuple[Tensor, ...]]
     backward: Callable[[Incoming], Gradients]
     formula: Callable[[Tensor, Maybe, torch.dtype, float, str], Tensor]
@@ -99,6 +104,7 @@ class Differentiable:
     def __call__(self, *args: Any, in_place: bool = False) -> tuple[Tensor, ...]:
         """The norm, recorded: (y, [h,] *statistics). Takes what `serve` takes; `in_place`: dx may overwrite dy."""
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            check(self.op, *args)  # here, since fakes see shapes alone
             return self.overload(*args)
         return _Record.apply(self, in_place, *args)
 
@@ -112,10 +118,17 @@ class Differentiable:
 
     def run(self, *args: Any) -> tuple[Tensor, ...]:
         """The forward, unrecorded: straight, or for whoever watches."""
-        if torch._C._len_torch_dispatch_stack() == 0 and all(t is None or type(t) in PLAIN for t in args[:4]):
-            return self.serve(*args)
+        subclass = any(isinstance(t, torch.Tensor) and type(t) not in PLAIN for t in args[:4])
+        if torch._C._len_torch_dispatch_stack() == 0 and not subclass:
+            return self.serve(*args)  # which says what is wrong with arguments
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*args)
+
+
+def check(op: Op, x: Any, residual: Any, weight: Any, bias: Any, eps: Any, numerics: Any, pdl: Any) -> None:
+    """Raises where an operator would refuse these arguments."""
+    given = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    op._validate([*(given.get(o.name) for o in op.operands), eps, numerics, pdl])
 
 
 def wanted(*tensors: Any) -> bool:

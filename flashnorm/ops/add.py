@@ -30,7 +30,7 @@ def _rms(op: Op, offset: float, call: Callable[..., Any]) -> Callable[..., Any]:
         y, h = call(x, residual, None, weight, None, rstd, eps, numerics, pdl)
         return y, h, rstd
 
-    norm = differentiable.rms(op.name, serve, offset, adds=True)
+    norm = differentiable.rms(op, serve, offset, adds=True)
 
     def add(x: Any, residual: Any, weight: Any, *rest: Any) -> tuple[Tensor, Tensor]:
         if sharding.sharded(x, residual, weight):
@@ -112,7 +112,7 @@ def _serve_layer(
     return y, h, *statistics
 
 
-_LAYER = differentiable.layer(ADD_LAYERNORM.name, _serve_layer, adds=True)
+_LAYER = differentiable.layer(ADD_LAYERNORM, _serve_layer, adds=True)
 
 
 def add_layernorm(

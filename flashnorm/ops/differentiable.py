@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from flashnorm.core.gradients import Differentiable, Gradients, Incoming
-from flashnorm.core.op import NUMERICS
+from flashnorm.core.op import NUMERICS, Op
 from flashnorm.ops.backward import layernorm_backward, rmsnorm_backward
 from flashnorm.reference import norms
 
@@ -18,16 +18,16 @@ Formula = Callable[[Tensor, Tensor | None, torch.dtype, float, str], Tensor]
 
 
 def rms(
-    name: str, serve: Serve, offset: float, *, adds: bool = False, formula: Formula | None = None
+    op: Op, serve: Serve, offset: float, *, name: str = "", adds: bool = False, formula: Formula | None = None
 ) -> Differentiable:
     """RMSNorm of x, or of its sum with a residual; `offset` is added to the weight."""
     formula = formula or functools.partial(_rms_formula, offset=offset)
-    return Differentiable(name, serve, functools.partial(_rms_backward, offset=offset), formula, adds, 1)
+    return Differentiable(name or op.name, op, serve, functools.partial(_rms_backward, offset=offset), formula, adds, 1)
 
 
-def layer(name: str, serve: Serve, *, adds: bool = False) -> Differentiable:
+def layer(op: Op, serve: Serve, *, adds: bool = False) -> Differentiable:
     """LayerNorm of x, or of its sum with a residual."""
-    return Differentiable(name, serve, _layer_backward, _layer_formula, adds, 3)
+    return Differentiable(op.name, op, serve, _layer_backward, _layer_formula, adds, 3)
 
 
 def _rms_formula(

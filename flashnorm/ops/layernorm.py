@@ -118,7 +118,7 @@ def _serve(
     return _with_statistics(x, weight, bias, None, *statistics, eps, numerics, pdl), *statistics
 
 
-DIFFERENTIABLE = differentiable.layer("layernorm", _serve)
+DIFFERENTIABLE = differentiable.layer(LAYERNORM, _serve)
 
 
 @FUSED_ADD_LAYERNORM.warm()

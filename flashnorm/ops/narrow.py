@@ -9,6 +9,7 @@ import torch
 
 from flashnorm.core import gradients, sharding
 from flashnorm.ops import differentiable
+from flashnorm.ops.rmsnorm import RMSNORM
 
 Tensor = torch.Tensor
 
@@ -32,7 +33,7 @@ def _serve(x: Tensor, _: None, weight: Tensor | None, __: None, eps: float, *___
     return _norm(x, weight, x.dtype, eps)
 
 
-_NORM = differentiable.rms("narrow_rmsnorm", _serve, 0.0, formula=_formula)
+_NORM = differentiable.rms(RMSNORM, _serve, 0.0, name="narrow_rmsnorm", formula=_formula)
 
 
 def narrow_rmsnorm(x: Tensor, weight: Tensor | None, eps: float, offset: float, in_place: bool) -> Tensor:
@@ -50,6 +51,7 @@ def narrow_rmsnorm(x: Tensor, weight: Tensor | None, eps: float, offset: float, 
     if sharding.sharded(x, weight):
         y: Tensor = sharding.over_rows(narrow_rmsnorm, [x], [weight], eps, offset, False)
         return y
+    gradients.check(RMSNORM, x, None, weight, None, eps, "cake", None)
     if weight is not None and offset:
         rounded = _squeezed(offset, x.dtype)
         weight = weight + rounded if weight.dtype == x.dtype else weight.float() + rounded

@@ -199,8 +199,8 @@ def _serve(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
 
 
 DIFFERENTIABLE = {
-    offset: differentiable.rms(function.__name__, _serve(function), offset)
-    for offset, function in ((0.0, rmsnorm), (1.0, gemma_rmsnorm))
+    0.0: differentiable.rms(RMSNORM, _serve(rmsnorm), 0.0),
+    1.0: differentiable.rms(GEMMA_RMSNORM, _serve(gemma_rmsnorm), 1.0),
 }
 
 
