@@ -7,6 +7,7 @@ ones alone it is the rounded one, as it must be where `rcp.rn` is made of it.
 """
 
 import contextlib
+import re
 import types
 
 import numpy as np
@@ -105,7 +106,7 @@ class Machine(base.Machine):
         super().__init__(*given, **more)
         self.alive = np.ones(self.shape, bool)
         self.awake = np.ones(self.shape, bool)
-        self.jumped = {}
+        self.jumped, self.turns = {}, {}
 
     def load(self, space, addr, size, active):
         return super().load(space, addr, size, active & self.alive)
@@ -133,6 +134,8 @@ class Machine(base.Machine):
 
     def asm(self, result, code, constraints, args, *, effect=False):
         """One instruction of fp32 arithmetic, the most frequent case by far, needs no reading of its text."""
+        if "mbarrier" in code and "st.async" not in code:
+            return self._mailbox(code, args)
         op, _, operands = code.partition(" ")
         join = DIRECT.get(op)
         if join is None or operands not in OPERANDS:
@@ -140,6 +143,16 @@ class Machine(base.Machine):
         with np.errstate(all="ignore"):
             value = join(*map(np.asarray, args)).astype(np.float32)
         return value if op in KEEPS_NAN else np.where(np.isnan(value), NAN, value)
+
+    def _mailbox(self, code, args):
+        """Threads run in lockstep and nobody waits: what a wait needs must be there, and the phase the next one."""
+        if "expect_tx" in code:
+            self.expected, self.arrived = int(re.search(r"(\d+); }", code).group(1)), np.zeros(self.shape[0], int)
+        elif "try_wait" in code:
+            ((box,), (phase,)) = (np.unique(a) for a in args)
+            turn = self.turns.get(int(box), 0)
+            assert (self.arrived == self.expected).all() and phase == turn & 1, "a mailbox would wait for ever"
+            self.turns[int(box)] = turn + 1
 
     def _read(self, name, env, dtype=np.uint32):
         if name.startswith("0f"):
@@ -204,6 +217,11 @@ class Machine(base.Machine):
         self._write(names[0], value, env, active)
 
     def _move(self, op, names, env, active):
+        if op.startswith("st.async."):
+            op, names = "st.shared::cluster.f32", names[:2]
+            to = self._address(names[0], env)[active] >> base.CTA_SHIFT
+            own = np.broadcast_to(np.arange(self.shape[0])[:, None], self.shape)[active]
+            np.add.at(self.arrived, own // self.cluster * self.cluster + to, 4)
         parts = op.split(".")
         width = WIDTHS.get(parts[-1])
         if parts[0] not in ("ld", "st") or width is None or parts[-1] in ("b16", "b32") or "shared" in parts[1]:

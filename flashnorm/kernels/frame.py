@@ -50,9 +50,11 @@ class Frame:
         pool_ok: whether the row's index lies in the pool (int32), or None where rows are not picked.
         held: what a load stage keeps for the later passes, by round (hold="registers").
         native_fp4: the target has conversions to e2m1.
+        mailbox: where exchanges over a cluster arrive and the phase to wait for, or None for the cluster's barrier.
     """
 
     native_fp4 = False
+    mailbox = None
 
     def __init__(self, tile, variant, sm, tensors, tid, bid, shared_base, needs=None):
         self.tile, self.variant, self.sm, self.tensors, self.tid = tile, variant, sm, tensors, tid

@@ -184,8 +184,8 @@ class Stream:
         k, tile = self.k, self.tile
         state = [kind(v) for kind, v in zip(self.kinds, raw[:split], strict=True)]
         inner = list(raw[split:])
-        at, ahead, (parity, ring) = state[: self.split[0]], state[self.split[0] : -2], state[-2:]
-        k.enter(self.at.here(at), self.at.places(at), parity, ring)
+        at, ahead, (number, ring) = state[: self.split[0]], state[self.split[0] : -2], state[-2:]
+        k.enter(self.at.here(at), self.at.places(at), number, ring)
         if tile.stages:
             memory.stage_wait(tile.stages - 2)
             k.ask(self.ahead.here(ahead), self.ahead.places(ahead), k.stage_before(ring))
@@ -195,5 +195,5 @@ class Stream:
         row.first(lambda j, dout, xh: self.sums.add(inner, j, dout, xh))
         if k.variant.program.rows:
             row.second()
-        state = [*self.at.advance(at), *ahead, Int32(1) - parity, ring]
+        state = [*self.at.advance(at), *ahead, number + Int32(1), ring]
         return [v.ir_value() for v in state] + inner

@@ -270,6 +270,41 @@ def write_remote_float(slot, rank, value, pred):
     asm(None, code, "r,r,f,r", (slot, rank, value, pred), effect=True)
 
 
+# ------------------------------------------------------------------ mailboxes
+# A barrier of the cluster waits for all stores of a thread, those of rows too. An mbarrier counts what arrives instead.
+def open_mailbox(box, pred):
+    """Make the mbarrier at `box`, of one arrival and counted bytes, by the thread for which `pred` holds."""
+    code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.init.shared::cta.b64 [$0], 1; }"
+    asm(None, code, "r,r", (box, pred), effect=True)
+
+
+def publish_mailboxes():
+    """Have the other CTAs of the cluster see mailboxes after their next barrier."""
+    asm(None, "fence.mbarrier_init.release.cluster;", "~{memory}", (), effect=True)
+
+
+def expect_bytes(box, count, pred):
+    """Say, by one thread, how many bytes the mailbox is to get before those who wait go on."""
+    code = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {count}; }}"
+    asm(None, code, "r,r", (box, pred), effect=True)
+
+
+def send_float(slot, rank, value, box, pred):
+    """Send to the same place in CTA `rank` of this cluster, and have its mailbox count it."""
+    code = (
+        "{ .reg .pred p; .reg .b32 a, b; setp.ne.b32 p, $4, 0; mapa.shared::cluster.u32 a, $0, $1; "
+        "mapa.shared::cluster.u32 b, $3, $1; "
+        "@p st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [a], $2, [b]; }"
+    )
+    asm(None, code, "r,r,f,r,r", (slot, rank, value, box, pred), effect=True)
+
+
+def await_mailbox(box, phase):
+    """Wait until all bytes of a phase (0 or 1, in turn) are there."""
+    code = "{ .reg .pred p; LOOK: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra DONE; bra LOOK; DONE: }"
+    asm(None, code, "r,r,~{memory}", (box, phase), effect=True)
+
+
 # ------------------------------------------------------------------ barriers and order between kernels
 def barrier(index, count):
     """Wait for `count` threads at named barrier `index` (int32 or a Python int)."""

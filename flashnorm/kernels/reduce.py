@@ -169,9 +169,16 @@ def exchange(k, places, values, copy):
         memory.barrier(0 if tile.rows == 1 else (k.row_in_cta + Int32(1)).ir_value(), tile.threads_per_row)
         return
     # A warp holds 32 T / L copies of a block sum, T = threads of the row >= 32 * cluster_n: one for every CTA.
+    inside = (copy < Int32(tile.cluster_n)).to(Int32)
+    if k.mailbox is not None:
+        box, phase = (v.ir_value() for v in k.mailbox)
+        memory.expect_bytes(box, 4 * tile.blocks * len(values), (k.tid == Int32(0)).to(Int32).ir_value())
+        for place, value in zip(places, values, strict=True):
+            memory.send_float(place.ir_value(), copy.ir_value(), value, box, inside.ir_value())
+        memory.await_mailbox(box, phase)
+        return
     if k.first_exchange():
         memory.cluster_wait()  # every peer runs, so its shared memory exists (they arrived before their loads)
-    inside = (copy < Int32(tile.cluster_n)).to(Int32)
     for place, value in zip(places, values, strict=True):
         memory.write_remote_float(place.ir_value(), copy.ir_value(), value, inside.ir_value())
     memory.cluster_arrive()

@@ -212,14 +212,13 @@ class RowBackward:
 
     def rows_body(self, index, mode, operands, tid, bid):
         tile = self.plans[index][1]
-        if tile.cluster_n > 1:
-            memory.cluster_arrive()
         if mode in ("own", "alone"):
             tile = tile.alone()
-        tensors = dict(zip(self.names, operands, strict=True))
-        k = StreamFrame(
-            tile, self.variant, self.sm, tensors, tid, bid, self.shared(tile.stream_bytes(self.asks)), self.asks
-        )
+        tensors, shared = dict(zip(self.names, operands, strict=True)), self.shared(tile.stream_bytes(self.asks))
+        k = StreamFrame(tile, self.variant, self.sm, tensors, tid, bid, shared, self.asks)
+        if tile.cluster_n > 1:
+            k.open_mailboxes()
+            memory.cluster_arrive()
         self.wait()
         if tile.cluster_n > 1:
             memory.cluster_wait()  # every peer runs, so its shared memory exists

@@ -13,6 +13,7 @@ from flashnorm.kernels import memory
 from flashnorm.kernels.codec import unpack
 from flashnorm.kernels.fp import hide
 from flashnorm.kernels.frame import Frame, extent, row_count
+from flashnorm.kernels.stream_tile import MAILBOX
 from flashnorm.kernels.tile import SLOT, WIDTH
 
 
@@ -91,6 +92,7 @@ class StreamFrame(Frame):
 
     def __init__(self, tile, variant, sm, tensors, tid, bid, shared_base, asks):
         self.asks = asks
+        self.mailboxes, shared_base = shared_base, shared_base + Int32(tile.mailbox_bytes)
         super().__init__(tile, variant, sm, tensors, tid, bid, shared_base, asks)
         self._parity_base = self._exchange_base
         kept = shared_base + Int32(2 * tile.parity_bytes(asks))
@@ -128,14 +130,24 @@ class StreamFrame(Frame):
         return at
 
     # ------------------------------------------------------------------ the row at hand
-    def enter(self, here, places, parity, ring):
-        """Turn to a row: whether it exists, the addresses of its operands, and which of the shared places it has."""
+    def open_mailboxes(self):
+        """Make the mailboxes of the cluster's exchanges; the cluster's next barrier shows them to the others."""
+        for number in range(2):
+            box = self.mailboxes + Int32(number * MAILBOX)
+            memory.open_mailbox(box.ir_value(), (self.tid == Int32(0)).to(Int32).ir_value())
+        memory.publish_mailboxes()
+
+    def enter(self, here, places, number, ring):
+        """Turn to a row, the one of this number: whether it exists, the addresses of its operands, and its stage."""
         self.row_ok, self._ring = here, ring
         self._bases.update(places)
         self._exchanges, self._exchanged = 0, True
         self._exchange_base = self._parity_base
         if self.tile.exchange:
+            parity = number & Int32(1)
             self._exchange_base = self._parity_base + parity * Int32(self.tile.parity_bytes(self.asks))
+            if self.tile.cluster_n > 1:
+                self.mailbox = self.mailboxes + parity * Int32(MAILBOX), (number >> Int32(1)) & Int32(1)
         self._zero = Int32(self._count >> Int64(62)) | here >> Int32(1)
 
     def fetch(self):

@@ -13,6 +13,7 @@ from typing import Literal
 from flashnorm.kernels.tile import GROUP, SLOT, WIDTH, RowTile
 from flashnorm.program import BackwardProgram, Variant
 
+MAILBOX = 8  # bytes of an mbarrier
 Again = Literal["values", "raw", "shared", "global"]
 Outer = Literal["registers", "shared"]
 Vectors = Literal["values", "raw", "shared", "global"]
@@ -100,13 +101,18 @@ class StreamTile(RowTile):
         values = self.rows * self.blocks * asks.exchanges if self.exchange else 0
         return -(-4 * values // SLOT) * SLOT
 
+    @property
+    def mailbox_bytes(self) -> int:
+        """Shared memory of the mailboxes of a cluster's exchanges, two that take turns."""
+        return 2 * MAILBOX if self.cluster_n > 1 else 0
+
     def fold_bytes(self, asks: Asks) -> int:
         """Shared memory in which the workers of a CTA add up, where the rows were before."""
         return self.rows * self.groups * GROUP * 4 if self.rows > 1 and self.summed and asks.sums else 0
 
     def stream_bytes(self, asks: Asks) -> int:
         """All of it."""
-        kept = 2 * self.parity_bytes(asks) + self.sums_bytes(asks) + self.vectors_bytes(asks)
+        kept = self.mailbox_bytes + 2 * self.parity_bytes(asks) + self.sums_bytes(asks) + self.vectors_bytes(asks)
         return kept + max(self.stages * self.row_bytes(asks), self.fold_bytes(asks))
 
 
