@@ -61,7 +61,7 @@ def _layer(present: frozenset[str], options: Mapping[str, Any]) -> BackwardProgr
 
 
 _OPTIONAL = ("weight", "g_residual", "dx", "dresidual", "dweight", "dbias", "workspace")
-_ROUTES = ("cuda", "cpu", "torch")
+_ROUTES = ("cute", "cuda", "cpu", "torch")
 _LABELS = {"x": "x"}
 
 RMSNORM_BACKWARD = Op(
