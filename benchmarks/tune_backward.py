@@ -90,8 +90,11 @@ def candidates(norm: str, hidden_size: int, sm: int, limit: int) -> list[StreamT
                 yield change(chosen, threads_per_row=threads, num_threads=cta, cluster_n=cluster)
 
     found: dict[StreamTile, None] = {chosen: None}
-    for policy in ({}, {"stages": 2}, {"stages": 4}, {"again": "shared"}, {"again": "values"}, {"again": "raw"},
-                   {"outer": "shared"}, {"vectors": "values"}, {"vectors": "shared"}):  # fmt: skip
+    policies: tuple[dict[str, Any], ...] = (
+        {}, {"stages": 2}, {"stages": 4}, {"again": "values", "outer": "registers", "stages": 3}, {"streaming": True},
+        {"again": "shared"}, {"again": "raw"}, {"outer": "shared"}, {"vectors": "values"}, {"vectors": "shared"},
+    )  # fmt: skip
+    for policy in policies:
         for tile in shapes():
             with contextlib.suppress(ValueError):
                 other = change(tile, **policy)
@@ -105,7 +108,7 @@ def candidates(norm: str, hidden_size: int, sm: int, limit: int) -> list[StreamT
 def describe(tile: StreamTile) -> str:
     return (
         f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} stages {tile.stages} again {tile.again} "
-        f"outer {tile.outer} vectors {tile.vectors}" + ("" if tile.summed else " by columns")
+        f"outer {tile.outer} vectors {tile.vectors}{' streaming' * tile.streaming}{' by columns' * (not tile.summed)}"
     )
 
 
@@ -253,10 +256,10 @@ class Run:
         return time.monotonic() - self.begin > self.options.budget
 
     def right(self, hidden_size: int) -> dict[StreamTile, Callable[..., Any]]:
-        """The launches whose bits are the CPU route's; what is not compiled in time is left out, but for the plan."""
+        """The launches whose bits are the CPU route's; where time is up, that of the plan alone."""
         found = {}
         for place, tile in enumerate(self.tiles[hidden_size]):
-            if place and (self.late() or not self.libraries[tile].done()):
+            if place and self.late():
                 continue
             path = self.library(tile)
             if path is not None:
