@@ -54,7 +54,7 @@ class Frame:
     """
 
     native_fp4 = False
-    mailbox = None
+    mailbox: tuple | None = None
 
     def __init__(self, tile, variant, sm, tensors, tid, bid, shared_base, needs=None):
         self.tile, self.variant, self.sm, self.tensors, self.tid = tile, variant, sm, tensors, tid
