@@ -261,6 +261,36 @@ def gradients(
     )
 
 
+def narrow(
+    x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, *, eps: float, offset: float
+) -> tuple[Expected, ExpectedGradients]:
+    """RMSNorm whose eps, offset, squares, and w + offset of the same dtype, are rounded to T; so is the saved rstd."""
+    eps, offset = (float(torch.tensor(v, dtype=x.dtype)) for v in (eps, offset))
+    h = x.double()
+    gain = None if weight is None else weight.double() + offset
+    if weight is not None and weight.dtype == x.dtype and offset:
+        gain = round_to(gain, x.dtype).double()
+    rstd = 1.0 / torch.sqrt(round_to(h.square(), x.dtype).double().mean(-1, keepdim=True) + eps)
+    y = h * rstd if gain is None else h * rstd * gain
+    everywhere = torch.ones(x.shape[:-1], dtype=torch.bool)
+    saved = round_to(rstd, x.dtype).double()
+    n, gw = h * saved, dy.double() if gain is None else dy.double() * gain
+    along = n * (gw * n).mean(-1, keepdim=True)
+    operand = (saved * torch.maximum(gw.abs(), along.abs())).amax(-1)
+    dweight = None if weight is None else (dy.double() * n).sum_to_size(weight.shape)
+    expected = Expected(y, round_to(y, x.dtype), None, rstd.squeeze(-1), everywhere)
+    return expected, ExpectedGradients(saved * (gw - along), dweight, None, operand)
+
+
+def eager_weight_gradient(x: torch.Tensor, dy: torch.Tensor, eps: float) -> torch.Tensor:
+    """What PyTorch's autograd makes of RMSNorm written out in fp32."""
+    weight = torch.ones(x.shape[-1], device=x.device, requires_grad=True)
+    h = x.float()
+    y = weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps))
+    (found,) = torch.autograd.grad(y, weight, dy.float())
+    return found
+
+
 # ------------------------------------------------------------------ scales
 def largest(dtype: torch.dtype) -> float:
     """The value of a format's largest finite code."""
