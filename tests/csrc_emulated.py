@@ -37,7 +37,9 @@ class Emulated:
         self.module["force"](sm, shared_memory, *plan)
 
 
-def build(folder: Path, programs: Mapping[str, tuple[Program, tuple[str, ...]]]) -> dict[str, Emulated]:
+def build(
+    folder: Path, programs: Mapping[str, tuple[Program, tuple[str, ...]]], defines: tuple[str, ...] = ()
+) -> dict[str, Emulated]:
     """Compiles programs with their dtypes, as many at once as there are cores; skips where there is no compiler."""
     import tvm_ffi
 
@@ -51,6 +53,7 @@ def build(folder: Path, programs: Mapping[str, tuple[Program, tuple[str, ...]]])
         source = source.replace("flashnorm/ffi/backward_launch.h", "emulated_backward.h")
         (folder / f"{name}.cpp").write_text(source)
         command = [*compiler.command, "-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fno-gnu-unique"]
+        command += [f"-D{name}" for name in defines]
         command += ["-fvisibility=hidden", "-shared", "-fPIC", f"-I{CSRC}", f"-I{ROOT / 'csrc'}"]
         command += [f"-I{path}" for path in ffi.include_dirs]
         command += [str(folder / f"{name}.cpp"), "-o", str(folder / f"{name}.so"), f"-L{ffi.lib_dir}", "-ltvm_ffi"]

@@ -256,3 +256,11 @@ def assert_second_gradient(got: torch.Tensor, want: torch.Tensor, what: str = ""
     """Second gradients come from the formula in fp32: a thousandth of a per cent in the L2 norm."""
     apart, size = float((got.detach().cpu().double() - want.cpu()).norm()), float(want.norm())
     assert apart <= SECOND_RELATIVE * size, f"{what}: off by {apart:.2e} of {size:.2e}"
+
+
+def assert_weight_gradient(got: torch.Tensor, want: torch.Tensor, eager: torch.Tensor, what: str = "") -> None:
+    """A sum over rows in fp32: 1e-6 in the L2 norm, and no further from the formula than eager PyTorch in fp32."""
+    want, size = want.cpu().double(), float(want.norm())
+    apart, theirs = (float((t.detach().cpu().double() - want).norm()) / size for t in (got, eager))
+    assert apart <= SUM_RELATIVE, f"{what}: off by {apart:.2e}"
+    assert apart <= max(theirs, torch.finfo(torch.float32).eps), f"{what}: off by {apart:.2e}, eager by {theirs:.2e}"

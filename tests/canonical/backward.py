@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from tests.canonical.arithmetic import F32, canonical_sum, fma, narrow, widen
-
-INNER = 16
+from tests.canonical.norms import layer, rms
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,42 @@ class Gradients:
     dbias: F32 | None
 
 
-def partials(weight_rows: int, hidden: int) -> int:
-    """Into how many partial sums the rows of one weight row are dealt."""
-    whole = 2**20 // (weight_rows * hidden)
-    power = 1
-    while 2 * power <= whole:
-        power *= 2
-    return min(max(power, 128 if weight_rows == 1 else 1), 8192)
+def statistics(x: torch.Tensor, eps: float, centred: bool) -> tuple[torch.Tensor, ...]:
+    """What a forward saves: (rstd,) of RMSNorm, (m1, m2, rstd) of LayerNorm; fp32, one a row."""
+    h = widen(x)
+    count = np.float32(h.shape[-1])
+    with np.errstate(all="ignore"):
+        if not centred:
+            return (torch.from_numpy(np.asarray(rms(h, eps)[1])),)
+        m1 = np.asarray(canonical_sum(h) / count)
+        m2 = np.asarray(canonical_sum(h - m1[..., None]) / count)
+        return tuple(torch.from_numpy(part) for part in (m1, m2, np.asarray(layer(h, eps)[1])))
+
+
+@dataclass(frozen=True)
+class Order:
+    """The figures of the order of sums over rows; others than the specification's make the same order short.
+
+    Attributes:
+        inner: rows after which a partial's inner accumulator joins its outer one.
+        elements: of all partials together.
+        least: partials of a weight that all rows share.
+    """
+
+    inner: int = 16
+    elements: int = 2**20
+    least: int = 128
+
+    def partials(self, weight_rows: int, hidden: int) -> int:
+        """Into how many partial sums the rows of one weight row are dealt."""
+        whole = self.elements // (weight_rows * hidden)
+        power = 1
+        while 2 * power <= whole:
+            power *= 2
+        return min(max(power, self.least if weight_rows == 1 else 1), 8192)
+
+
+USUAL = Order()
 
 
 def owners(grid: tuple[int, ...], lead: tuple[int, ...]) -> list[list[int]]:
@@ -45,7 +73,7 @@ def owners(grid: tuple[int, ...], lead: tuple[int, ...]) -> list[list[int]]:
     return [list(np.flatnonzero(of_row == r)) for r in range(index.size)]
 
 
-def over_rows(a: F32, b: F32 | None, rows: list[int], count: int, alone: bool) -> F32:
+def over_rows(a: F32, b: F32 | None, rows: list[int], count: int, inner_rows: int, alone: bool) -> F32:
     """The sum over some rows of a * b (or of a) in `count` partials; with `alone`, the one term that there is."""
     hidden = a.shape[-1]
     with np.errstate(all="ignore"):
@@ -54,9 +82,9 @@ def over_rows(a: F32, b: F32 | None, rows: list[int], count: int, alone: bool) -
         outer = np.zeros((count, hidden), np.float32)
         for p in range(min(count, len(rows))):
             mine = rows[p::count]
-            for first in range(0, len(mine), INNER):
+            for first in range(0, len(mine), inner_rows):
                 inner = np.zeros(hidden, np.float32)
-                for row in mine[first : first + INNER]:
+                for row in mine[first : first + inner_rows]:
                     inner = a[row] + inner if b is None else fma(a[row], b[row], inner)
                 outer[p] = outer[p] + inner
         while count > 1:
@@ -76,6 +104,7 @@ def backward_bits(
     offset: float = 0.0,
     round_norm: bool = False,
     bias: bool = False,
+    order: Order = USUAL,
 ) -> Gradients:
     """The gradients of RMSNorm, or of LayerNorm where both of its means are given."""
     grid, hidden = tuple(x.shape[:-1]), x.shape[-1]
@@ -104,8 +133,9 @@ def backward_bits(
         term = widen(narrow(xh, dout.dtype)) if round_norm else xh
         shares = owners(grid, tuple(weight.shape[:-1]))
         alone = len(shares) > 1 and all(len(rows) == 1 for rows in shares)
-        p = partials(len(shares), hidden)
-        dweight = np.stack([over_rows(dy, term, rows, p, alone) for rows in shares]).reshape(tuple(weight.shape))
+        p = order.partials(len(shares), hidden)
+        sums = [over_rows(dy, term, rows, p, order.inner, alone) for rows in shares]
+        dweight = np.stack(sums).reshape(tuple(weight.shape))
     if bias:
-        dbias = over_rows(dy, None, list(range(dy.shape[0])), partials(1, hidden), alone=False)
+        dbias = over_rows(dy, None, list(range(dy.shape[0])), order.partials(1, hidden), order.inner, alone=False)
     return Gradients(narrow(v, dout.dtype), narrow(v, x.dtype), dweight, dbias)

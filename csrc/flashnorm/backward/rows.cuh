@@ -1,4 +1,4 @@
-// The gradients of rows by themselves, of any width and alignment: a lane a thread, read twice.
+// The gradients of rows by themselves, of any width and alignment: a lane or two a thread, read twice.
 //
 // Where every row has a weight row of its own, the weight's gradient is one of a row too.
 #pragma once
@@ -19,8 +19,12 @@ struct RowsGrid {
 
 #if FN_KERNELS
 
-template <class Program, class Access>
-__global__ void __launch_bounds__(kMaxLanes)
+// Shifted accesses take all registers there are, so CTAs are smaller and threads have two of 1024 lanes.
+template <class Access>
+constexpr int kRowThreads = std::is_same_v<Access, Shifted> ? kMaxLanes / 2 : kMaxLanes;
+
+template <class Program, class Access, int kLanes>
+__global__ void __launch_bounds__(kRowThreads<Access>)
     backward_rows(const __grid_constant__ Program program, const __grid_constant__ RowsGrid grid) {
   using Dout = typename Program::Dout;
   using X = typename Program::X;
@@ -43,20 +47,21 @@ __global__ void __launch_bounds__(kMaxLanes)
       return At<Access>{row, col + c, {}};
     }
   };
-  // xh and gw of the group at `c`; elements that the row has not are +0. `dy` is the gradient as it came.
-  const auto compute = [&](int c, const RowState& state, float (&xh)[kGroup], float (&dy)[kGroup],
-                           float (&gw)[kGroup]) {
+  const auto load_dout = [&](float (&dy)[kGroup], int c) {
     Pack<Dout, kGroup> dout;
-    Pack<X, kGroup> x;
     program.dout.load(dout, at(c));
-    program.x.load(x, at(c));
+    widen(dy, dout);
+  };
+  // xh and gw of the group at `c`; elements that the row has not are +0.
+  const auto compute = [&](int c, const RowState& state, float (&xh)[kGroup], float (&gw)[kGroup]) {
+    Pack<X, kGroup> x;
+    load_dout(gw, c);
     typename Elements<typename Program::W, kGroup>::Type weights;
     if constexpr (Program::kWeight) program.weight.load(weights, at(c));
-    widen(dy, dout);
-    widen(gw, dout);
+    Program::weigh(gw, weights);
+    program.x.load(x, at(c));
     widen(xh, x);
     Program::normalize(xh, state);
-    Program::weigh(gw, weights);
     if (std::is_same_v<Access, Shifted>) {
       FN_UNROLL
       for (int i = 0; i < kGroup; ++i) {
@@ -67,21 +72,25 @@ __global__ void __launch_bounds__(kMaxLanes)
   };
 
   const RowState state = there ? program.state(row) : RowState{};
-  float xh[kGroup], dy[kGroup], gw[kGroup];
-  RowLane<Program> sum;
-  sum.clear();
-  const int rounds = (grid.hidden_size + stride - 1) / stride;
-  for (int r = 0; r < rounds; ++r) {
-    if (r * stride < left) {
-      compute(r * stride, state, xh, dy, gw);
-      r == 0 ? sum.first(gw, xh) : sum.next(gw, xh);
-    } else if (r > 0) {
-      sum.missing();
-    }
-  }
-  float lane[Program::kRowSums][1], sums[Program::kRowSums];
+  float xh[kGroup], gw[kGroup];
+  float lane[Program::kRowSums][kLanes], sums[Program::kRowSums];
+  const int rounds = (grid.hidden_size + kLanes * stride - 1) / (kLanes * stride);
   FN_UNROLL
-  for (int k = 0; k < Program::kRowSums; ++k) lane[k][0] = sum.fold(k);
+  for (int j = 0; j < kLanes; ++j) {
+    RowLane<Program> sum;
+    sum.clear();
+    for (int r = 0; r < rounds; ++r) {
+      const int c = (r * kLanes + j) * stride;
+      if (c < left) {
+        compute(c, state, xh, gw);
+        r == 0 ? sum.first(gw, xh) : sum.next(gw, xh);
+      } else if (r > 0) {
+        sum.missing();
+      }
+    }
+    FN_UNROLL
+    for (int k = 0; k < Program::kRowSums; ++k) lane[k][j] = sum.fold(k);
+  }
   reduce.template fold<Add>(sums, lane);
   const RowSums means = Program::means_of(sums, grid.hidden_size);
 
@@ -91,23 +100,22 @@ __global__ void __launch_bounds__(kMaxLanes)
     narrow(pack, v);
     to.store(pack, at(c));
   };
-  for (int r = 0; r < rounds; ++r) {
+  for (int r = 0; r < kLanes * rounds; ++r) {
     const int c = r * stride;
     // A shifted store is the work of a warp: threads without elements come along.
     if (!std::is_same_v<Access, Shifted> && c >= left) break;
-    compute(c, state, xh, dy, gw);
     if constexpr (Program::kDw) {
       if (grid.streams.own) {
-        float term[kGroup];
+        compute(c, state, xh, gw);
+        Program::round_norm(xh);
+        load_dout(gw, c);
         FN_UNROLL
-        for (int i = 0; i < kGroup; ++i) term[i] = xh[i];
-        Program::round_norm(term);
-        FN_UNROLL
-        for (int i = 0; i < kGroup; ++i) term[i] = fp::mul(dy[i], term[i]);
-        put(program.dweight, term, c);
+        for (int i = 0; i < kGroup; ++i) xh[i] = fp::mul(gw[i], xh[i]);
+        put(program.dweight, xh, c);
       }
     }
     if constexpr (Program::kRows) {
+      compute(c, state, xh, gw);
       typename Elements<typename Program::G, kGroup>::Type more;
       if constexpr (Program::kJoins) program.g_residual.load(more, at(c));
       Program::differentiate(gw, xh, state, means);

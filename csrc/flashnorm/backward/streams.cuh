@@ -306,15 +306,25 @@ class Stream {
     const int64_t at = (q * grid_.streams.weight_rows + weight_row_) * grid_.streams.partials + p;
     return reinterpret_cast<float4*>(program_.workspace + at * grid_.hidden_size + col_ + col(i));
   }
-  // The thread's outer accumulators of group i of sum q, half of them.
-  FN_DEVICE float4* outer(int q, int i, int half) const {
-    if (!grid_.outer_shared) return partial(q, first_row_, i) + half;
+  // The thread's outer accumulators of group i of sum q, half of them; each memory has an access of its own.
+  FN_DEVICE float4* shared_outer(int q, int i, int half) const {
     return outer_ + ((q * kHeld + i) * 2 + half) * stride_;
+  }
+  FN_DEVICE float4 outer(int q, int i, int half) const {
+    if (grid_.outer_shared) return *shared_outer(q, i, half);
+    return partial(q, first_row_, i)[half];
+  }
+  FN_DEVICE void set_outer(int q, int i, int half, float4 v) const {
+    if (grid_.outer_shared) {
+      *shared_outer(q, i, half) = v;
+    } else {
+      partial(q, first_row_, i)[half] = v;
+    }
   }
   FN_DEVICE void join_outer(float (&v)[kGroup], int q, int i, bool any) const {
     FN_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const float4 before = any ? *outer(q, i, half) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+      const float4 before = any ? outer(q, i, half) : float4{0.0f, 0.0f, 0.0f, 0.0f};
       v[4 * half] = fp::add(before.x, v[4 * half]);
       v[4 * half + 1] = fp::add(before.y, v[4 * half + 1]);
       v[4 * half + 2] = fp::add(before.z, v[4 * half + 2]);
@@ -334,7 +344,7 @@ class Stream {
         if (!has(i)) continue;
         join_outer(inner_[q][i], q, i, before > 0);
         FN_UNROLL
-        for (int half = 0; half < 2; ++half) *outer(q, i, half) = half_of(inner_[q][i], half);
+        for (int half = 0; half < 2; ++half) set_outer(q, i, half, half_of(inner_[q][i], half));
       }
     }
     clear(inner_);

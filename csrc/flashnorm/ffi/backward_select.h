@@ -1,8 +1,9 @@
 // From a call to the kernels that carry it out and their arguments. No CUDA runtime: a test runs it too.
 #pragma once
 
-#include "../backward/place.h"
 #include "../row_backward.cuh"
+
+#include "../backward/place.h"
 #include "backward_plan.h"
 #include "operands.h"
 
@@ -40,8 +41,9 @@ void for_each_backward_kernel(Visit&& visit) {
     for_each_tile([&](auto tile) { visit(backward_streams<Program, decltype(tile)>); }, StreamTilesOf<Program>{});
   }
   if constexpr (Program::kRows || Program::kDw) {
-    visit(backward_rows<Program, Whole>);
-    visit(backward_rows<Program, Shifted>);
+    visit(backward_rows<Program, Whole, 1>);
+    visit(backward_rows<Program, Shifted, 1>);
+    visit(backward_rows<Program, Shifted, 2>);
   }
   if constexpr (Program::kSums > 0) {
     visit(backward_columns<Program, Whole>);
@@ -107,13 +109,16 @@ void run_backward(const Program& program, const Operands& operands, const Device
   }
   if constexpr (Program::kRows || Program::kDw) {
     if (!done && (Program::kRows || streams.own)) {
-      const int threads = lanes_of(hidden_size), in_cta = threads < 256 ? 256 / threads : 1;
+      const int lanes = lanes_of(hidden_size), most = whole ? kRowThreads<Whole> : kRowThreads<Shifted>;
+      const int threads = lanes < most ? lanes : most, in_cta = threads < 256 ? 256 / threads : 1;
       const Extent extent{(rows + in_cta - 1) / in_cta, threads, in_cta, 1, 0};
       const RowsGrid grid{streams, rows, operands.inner(), hidden_size};
       if (whole) {
-        run(backward_rows<Program, Whole>, grid, extent);
+        run(backward_rows<Program, Whole, 1>, grid, extent);
+      } else if (threads == lanes) {
+        run(backward_rows<Program, Shifted, 1>, grid, extent);
       } else {
-        run(backward_rows<Program, Shifted>, grid, extent);
+        run(backward_rows<Program, Shifted, 2>, grid, extent);
       }
     }
   }
