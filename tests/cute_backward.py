@@ -12,28 +12,23 @@ from flashnorm.kernels.tile import WIDTH
 from flashnorm.program import BackwardProgram, Variant
 from tests import canonical
 from tests import cute_emulator as emulator
-from tests.canonical import backward as model
+from tests.canonical.backward import USUAL, Order, backward_bits
 
 GAP = 64  # bytes between operands
 ROWS = {"dout": "dout", "dx": "dout", "x": "x", "dresidual": "x"}  # whose dtype an operand has
 
 
 @contextlib.contextmanager
-def fewer_partials(elements, least):
-    """Sums over rows in fewer partials, for kernels and model alike, so that few rows are many to each of them."""
-    from flashnorm.kernels import row_backward
-
-    def partials(weight_rows, hidden):
-        power = 1
-        while 2 * power <= elements // (weight_rows * hidden):
-            power *= 2
-        return max(power, least if weight_rows == 1 else 1)
+def ordered(order: Order):
+    """Kernels that add up rows in an order of other figures."""
+    from flashnorm.kernels import columns, gradient, row_backward
 
     with (
-        mock.patch.object(row_backward, "partials_of", partials),
-        mock.patch.object(row_backward, "PARTIALS", elements),
-        mock.patch.object(row_backward, "LEAST_PARTIALS", least),
-        mock.patch.object(model, "partials", partials),
+        mock.patch.object(gradient, "INNER_ROWS", order.inner),
+        mock.patch.object(columns, "INNER_ROWS", order.inner),
+        mock.patch.object(row_backward, "partials_of", order.partials),
+        mock.patch.object(row_backward, "PARTIALS", order.elements),
+        mock.patch.object(row_backward, "LEAST_PARTIALS", order.least),
     ):
         yield
 
@@ -49,11 +44,14 @@ class Backward:
             along the last axis, "own" for one each.
         pad: how many access widths lie between rows.
         change: alters the values that are read, by name.
+        order: of the sums over rows.
     """
 
-    def __init__(self, program, hidden_size, vec, dtypes, grid, share=None, pad=0, change=None, seed=0):
+    def __init__(
+        self, program, hidden_size, vec, dtypes, grid, share=None, pad=0, change=None, order=USUAL, seed=0
+    ):  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
-        self.program, self.grid, self.share = program, grid, share
+        self.program, self.grid, self.share, self.order = program, grid, share, order
         given = dict(zip(("dout", "x", "vec"), dtypes, strict=True))
         self.dtypes = {o.name: self._dtype(o, given) for o in program.operands()}
         vectors = tuple(o.name for o in program.operands() if o.kind == "vec")
@@ -106,7 +104,7 @@ class Backward:
         hidden = self.variant.hidden_size
         dense = (1,) if len(self.grid) == 1 else (self.grid[1], 1)
         if operand.kind == "workspace":
-            count = self.program.sums * model.partials(self.weight_rows, hidden) * self.weight_rows * hidden
+            count = self.program.sums * self.order.partials(self.weight_rows, hidden) * self.weight_rows * hidden
             return (count,), (1,)
         if operand.kind == "per_row":
             return self.grid, dense
@@ -125,11 +123,12 @@ class Backward:
 
     def _expected(self):
         view, program = self.view, self.program
-        got = canonical.backward.backward_bits(
+        got = backward_bits(
             view["dout"], view["x"],
             self._weight_rows(view["weight"]) if program.weight else None, view["rstd"],
             means=(view["mean"], view["rest"]) if program.norm == "layer" else None, g_residual=view.get("g_residual"),
             offset=program.offset, round_norm=program.round_norm, bias=program.dbias,
+            order=self.order,
         )  # fmt: skip
         found = {name: getattr(got, name) for name in ("dx", "dresidual", "dweight", "dbias") if name in view}
         for name in ("dweight", "dbias"):
@@ -159,7 +158,8 @@ class Backward:
             machine.waited, machine.workspace = sm < 90, self.workspace.numpy()
             return machine
 
-        return emulator.launch_backward(self.variant, tile, made, self.tensors, sm)
+        with ordered(self.order):
+            return emulator.launch_backward(self.variant, tile, made, self.tensors, sm)
 
     def run(self, launch, pdl):
         """Run a compiled one on the GPU, with the same memory there."""
