@@ -90,12 +90,13 @@ def leaves(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, 
 
 def judge(tensors: dict[str, Any], want: ExpectedGradients, what: str) -> None:
     """Every leaf's gradient has its dtype and shape, and is right."""
+    rounded = "llama" in what and tensors["x"].dtype != F32
     for name, leaf in tensors.items():
         assert leaf.grad.dtype == leaf.dtype and leaf.grad.shape == leaf.shape, f"{what}: {name}"
         if name in ("x", "residual"):
             assert_row_gradient(leaf.grad, want, f"{what}: {name}")
         else:
-            assert_same_sum(leaf.grad, getattr(want, name), f"{what}: {name}")
+            assert_same_sum(leaf.grad, getattr(want, name), f"{what}: {name}", rounded=rounded)
 
 
 @every_norm

@@ -93,7 +93,7 @@ def test_positional_arguments_are_liger_kernels() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_casting_modes(mode: str, offset: float, dtype: torch.dtype, route: str, device: torch.device) -> None:
     """Forward and gradients against the formula with the mode's roundings, weights of both widths, and none."""
-    shape = (200, 512)
+    shape = (40, 512)
     x, dy = rows(shape, dtype), rows(shape, dtype, "dy")
     for vector in (dtype, F32, None):
         weight = None if vector is None else gains(shape[-1:], vector)
@@ -116,7 +116,7 @@ def test_casting_modes(mode: str, offset: float, dtype: torch.dtype, route: str,
         assert_row_gradient(leaf.grad, gradients, what)
         if own is not None:
             assert own.grad.dtype == vector
-            assert_same_sum(own.grad, gradients.weight, what)
+            assert_same_sum(own.grad, gradients.weight, what, rounded=mode == "llama" and dtype != F32)
 
 
 def test_numbers_and_names_of_modes_are_the_same(device: torch.device) -> None:
