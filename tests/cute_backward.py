@@ -40,8 +40,8 @@ class Backward:
         program, hidden_size, vec: what is computed, and how many elements are accessed together.
         dtypes: of dout, x and the vectors; residual gradients are fp16.
         grid: the rows, (M,) or (A, B).
-        share: how rows share a weight that comes by rows: None for a plain one, "last" for a weight row for each place
-            along the last axis, "own" for one each.
+        share: how rows share a weight that comes by rows: None for a plain one, "last" or "first" for a weight row for
+            each place along that axis of two, "own" for one each.
         pad: how many access widths lie between rows.
         change: alters the values that are read, by name.
         order: of the sums over rows.
@@ -57,7 +57,7 @@ class Backward:
         vectors = tuple(o.name for o in program.operands() if o.kind == "vec")
         row_vecs = vectors if share else ()
         self.variant = Variant(program, tuple(self.dtypes.values()), hidden_size, len(grid), row_vecs, vec)
-        self.weight_rows = {None: 1, "last": grid[-1], "own": math.prod(grid)}[share]
+        self.weight_rows = {None: 1, "last": grid[-1], "first": grid[0], "own": math.prod(grid)}[share]
         stride = -(-hidden_size // vec) * vec + pad * vec
         places, at = {}, GAP
         for operand in program.operands():
@@ -111,15 +111,15 @@ class Backward:
         if operand.kind == "vec":
             if self.share is None:
                 return (hidden,), (1,)
-            if self.share == "last":
-                dense = (0, 1)[-len(self.grid) :]
+            if self.share in ("last", "first"):
+                dense = (0, 1)[-len(self.grid) :] if self.share == "last" else (1, 0)
         return (*self.grid, hidden), (*(n * stride for n in dense), 1)
 
     def _weight_rows(self, tensor):
         """A vector as the model has it: [H], or its rows without those that are there again."""
         if self.share == "last" and len(self.grid) == 2:
             return tensor[0]
-        return tensor
+        return tensor[:, :1] if self.share == "first" else tensor
 
     def _expected(self):
         view, program = self.view, self.program

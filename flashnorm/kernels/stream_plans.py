@@ -8,7 +8,8 @@ rows under way are 64 KiB an SM, and 4.8 TB/s with 700 ns want 26.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from flashnorm.kernels.plans import has_clusters
 from flashnorm.kernels.stream_tile import Again, Asks, Outer, StreamTile, Vectors, asks_of
@@ -17,14 +18,34 @@ from flashnorm.program import Variant, partials
 
 StreamPlans = tuple[tuple["int | None", StreamTile], ...]
 
+
+@dataclass(frozen=True)
+class Shape:
+    """What a table says of a tile: threads of a CTA at most, elements of a row a thread, CTAs a row."""
+
+    threads: int
+    elements: int
+    cluster: int = 1
+    stages: int = 3
+    streaming: bool = False
+
+
 CTAS = 128
+# By the largest H: what is tried, in order of preference, where registers and shared memory suffice. A row has 1024
+# threads at most, over all CTAs of a cluster: those of wide rows have more elements, and shorter CTAs.
+SHAPES: tuple[tuple[int, tuple[Shape, ...]], ...] = (
+    (8192, (Shape(512, 16), Shape(256, 16))),
+    (16384, (Shape(512, 32), Shape(512, 16, 2), Shape(256, 16, 4), Shape(128, 16, 8))),
+    (32768, (Shape(512, 32, 2), Shape(256, 32, 4), Shape(128, 32, 8))),
+    (65536, (Shape(256, 64, 4), Shape(128, 64, 8))),
+    (131072, (Shape(128, 128, 8),)),
+)
 # Registers of what is neither held nor summed, as compiled kernels show: values that are kept are their own workplace.
 WORK = {"values": 52, "raw": 64, "shared": 64, "global": 64}
 WORK_MEANS = 12  # more for a LayerNorm
 HIDDEN = 4  # a round, of weights in registers that are widened when they are used
 BY_ROWS = 12  # more to find the rows of a weight's row
 NO_SUMS = 28  # less where nothing is summed over rows
-SPREAD = 16384  # columns that one CTA sums at most: beyond, a cluster
 
 
 def registers(tile: StreamTile, asks: Asks) -> int:
@@ -50,26 +71,27 @@ def fits(tile: StreamTile, asks: Asks, sm: int) -> bool:
     return registers(tile, asks) <= min(255, 65536 // tile.num_threads) and tile.stream_bytes(asks) <= shared_limit(sm)
 
 
+def tiles_of(hidden_size: int, vec: int, sm: int) -> Iterator[tuple[Shape, StreamTile]]:
+    """The table's tiles for a row, without what depends on registers and shared memory."""
+    groups, streams = -(-hidden_size // GROUP), partials(1, hidden_size)
+    for shape in next((found for limit, found in SHAPES if hidden_size <= limit), ()):
+        c = shape.cluster
+        if c > 1 and not has_clusters(sm):
+            continue
+        wanted = (1 << (groups - 1).bit_length()) * GROUP // (shape.elements * c)
+        threads = min(max(1, wanted), lanes(hidden_size) // c)
+        workers = min(streams // CTAS, shape.threads // threads, 8 if threads > WARP else streams) if c == 1 else 1
+        cta = max(WARP, threads * max(1, workers))
+        yield shape, StreamTile(hidden_size, vec, threads, cta, c, stages=0, again="global", streaming=shape.streaming)
+
+
 def pick(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile:
     """The tile for a row of H elements; pure."""
     most = lanes(hidden_size)
-    streams = partials(1, hidden_size)
-    tried = []
-    for threads, cluster in shapes(hidden_size, sm):
-        threads = min(threads, max(1, most // cluster))
-        workers = max(1, min(streams // CTAS, 512 // threads)) if cluster == 1 else 1
-        if WARP < threads:
-            workers = min(workers, 8)
-        for count in (workers, workers // 2) if threads * workers > 256 and workers > 1 else (workers,):
-            cta = max(WARP, threads * count)
-            tile = StreamTile(hidden_size, vec, threads, cta, cluster, stages=0, again="global", vectors="global")
-            tried.append(tile)
     staged = vec * min(asks.loaded) >= 4  # the least that cp.async moves
-    for tile in tried:
+    for shape, tile in tiles_of(hidden_size, vec, sm):
         for again, outer, vectors, stages in ORDER:
-            if stages and not staged:
-                continue
-            if outer == "shared" and not asks.sums:
+            if (stages and not staged) or stages > shape.stages or (outer == "shared" and not asks.sums):
                 continue
             full = replace(tile, again=again, outer=outer, vectors=vectors, stages=stages)
             if fits(full, asks, sm):
@@ -101,20 +123,8 @@ UNSTAGED: tuple[tuple[Again, Vectors], ...] = (
 )
 # What to try first, where there is room: values of the first pass kept for the second one, weights in registers.
 ORDER: list[tuple[Again, Outer, Vectors, int]] = [
-    (again, outer, vectors, stages) for stages in (3, 2) for again, outer, vectors in STAGED
+    (again, outer, vectors, stages) for stages in (4, 3, 2) for again, outer, vectors in STAGED
 ] + [(again, "registers", vectors, 0) for again, vectors in UNSTAGED]
-
-
-def shapes(hidden_size: int, sm: int) -> list[tuple[int, int]]:
-    """(threads, CTAs) a row, in order of preference."""
-    groups = -(-hidden_size // GROUP)
-    if hidden_size <= SPREAD // 2:
-        return [(max(1, lanes(hidden_size) // 2), 1)]
-    out = [(512, 1)] if hidden_size <= SPREAD else []
-    for cluster in (2, 4, 8) if has_clusters(sm) else ():
-        if groups <= cluster * 2048:
-            out.append((512, cluster))
-    return out
 
 
 def plans(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamPlans:
