@@ -5,8 +5,8 @@
     python -m benchmarks.backward --plans --norms rms --budget 200 # the CUDA route's tiles and stages, the chosen first
 
 bf16, CUDA graphs over buffers that are cold, PDL on; `mul` is `torch.mul(x, dout, out=dx)`, which reads and writes what
-a backward must. Every contender's gradients are compared with the formula in fp32 first. The end says which bars are met:
-RMSNorm at most 0.80 of quack's time in the geometric mean and nowhere more than it, at least 0.88 of mul's bandwidth
+a backward must. Every contender's gradients are compared with the formula in fp32 first. The end says which bars are
+missed: RMSNorm at most 0.80 of quack's time in the geometric mean and nowhere more than it, at least 0.88 of mul's bandwidth
 above 200 MB; LayerNorm at most 0.9 of torch's time. The exit status is 1 where one is missed.
 """
 
