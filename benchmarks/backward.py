@@ -6,8 +6,8 @@
 
 bf16, CUDA graphs over buffers that are cold, PDL on; `mul` is `torch.mul(x, dout, out=dx)`, which reads and writes what
 a backward must. Every contender's gradients are compared with the formula in fp32 first. The end says which bars are
-missed: RMSNorm at most 0.80 of quack's time in the geometric mean and nowhere more than it, at least 0.88 of mul's bandwidth
-above 200 MB; LayerNorm at most 0.9 of torch's time. The exit status is 1 where one is missed.
+missed: RMSNorm at most 0.80 of quack's time in the geometric mean and nowhere more than it, at least 0.88 of mul's
+bandwidth above 200 MB; LayerNorm at most 0.9 of torch's time. The exit status is 1 where one is missed.
 """
 
 from __future__ import annotations
