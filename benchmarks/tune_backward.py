@@ -92,6 +92,7 @@ def candidates(norm: str, hidden_size: int, sm: int, limit: int) -> list[StreamT
     found: dict[StreamTile, None] = {chosen: None}
     policies: tuple[dict[str, Any], ...] = (
         {}, {"stages": 2}, {"stages": 4}, {"again": "values", "outer": "registers", "stages": 3}, {"streaming": True},
+        {"prefetch": "none"},
         {"again": "shared"}, {"again": "raw"}, {"outer": "shared"}, {"vectors": "values"}, {"vectors": "shared"},
     )  # fmt: skip
     for policy in policies:
@@ -108,7 +109,8 @@ def candidates(norm: str, hidden_size: int, sm: int, limit: int) -> list[StreamT
 def describe(tile: StreamTile) -> str:
     return (
         f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} stages {tile.stages} again {tile.again} "
-        f"outer {tile.outer} vectors {tile.vectors}{' streaming' * tile.streaming}{' by columns' * (not tile.summed)}"
+        f"outer {tile.outer} vectors {tile.vectors}{' streaming' * tile.streaming}"
+        f" prefetch {tile.prefetch}{' by columns' * (not tile.summed)}"
     )
 
 

@@ -87,7 +87,7 @@ def test_canonical_bits_for_every_shape_of_tile(hidden_size, program):
     few = [(1, 32, 1)] if hidden_size < 64 else []
     for number, (threads, cta, cluster) in enumerate((*few, *shapes(hidden_size))):
         stages = 0 if vec == 1 else 2 + number % 3
-        found = tile(hidden_size, vec, threads, cta, cluster, stages=stages)
+        found = tile(hidden_size, vec, threads, cta, cluster, stages=stages, prefetch="all")
         least = 8 if few == [] else 32
         assert check(found, program, (B, B, B), (5 * least + 3,), pad=number % 2, order=Order(4, 1, least)) == "one"
 

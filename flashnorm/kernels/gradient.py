@@ -153,13 +153,29 @@ class Stream:
         self.at = Cursor(k, walk, (k.results if ahead else k.loads + k.words + k.results))
         self.split = len(self.at.start), len(self.ahead.start) if ahead else 0
 
+    def prefetch(self):
+        """Ask for the weight and the first rows in L2; needs no wait for an earlier kernel (see RowTile.prefetch)."""
+        k, ahead = self.k, self.ahead.start
+        if k.asks.vector:
+            k.prefetch_round("weight", k._base("weight"), None)
+        for _ in range(self.tile.stages - 1):
+            here, places = self.ahead.here(ahead), self.ahead.places(ahead)
+            for name in k.loads:
+                k.prefetch_round(name, places[name], here)
+            ahead = self.ahead.advance(ahead)
+
     def run(self, trips):
         """Everything, `trips` rows (Int32); returns the sums over rows, flat."""
         k, tile = self.k, self.tile
         ring, ahead = Int32(0), self.ahead.start
+        shared = k.tile.keeps_vectors(k.asks)
+        if k.asks.vector and shared:  # it comes with the first row
+            k.bring_weight()
         for _ in range(tile.stages - 1):
             k.ask(self.ahead.here(ahead), self.ahead.places(ahead), ring)
             ring, ahead = ring + Int32(tile.row_bytes(k.asks)), self.ahead.advance(ahead)
+        if k.asks.vector and not shared:
+            k.bring_weight()
         state = [*self.at.start, *(ahead if tile.stages else ()), Int32(0), Int32(0)]
         self.kinds = [Int64] * (len(state) - 2) + [Int32] * 2
         carried = [trips, *state]

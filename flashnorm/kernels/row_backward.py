@@ -219,18 +219,20 @@ class RowBackward:
         if tile.cluster_n > 1:
             k.open_mailboxes()
             memory.cluster_arrive()
+        stream = None
+        if mode in ("one", "several"):
+            walk, number, here = self.walk_of(k, mode, tile.rows)
+            if self.by_rows and "weight" in self.names:
+                k._bases["weight"] = k.address_of("weight", walk.corner)
+            stream = Stream(k, walk)
+            if self.has_pdl and tile.prefetch == "all":
+                stream.prefetch()
         self.wait()
         if tile.cluster_n > 1:
             memory.cluster_wait()  # every peer runs, so its shared memory exists
-        if mode in ("own", "alone"):
+        if stream is None:
             self.row_alone(k, self.parts if mode == "own" else [])
             return
-        walk, number, here = self.walk_of(k, mode, tile.rows)
-        if self.by_rows and "weight" in self.names:
-            k._bases["weight"] = k.address_of("weight", walk.corner)
-        if self.asks.vector:
-            k.bring_weight()
-        stream = Stream(k, walk)
         sums = stream.run(trips_of(walk))
         if not stream.sums.parts:
             return

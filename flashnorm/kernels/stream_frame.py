@@ -186,6 +186,14 @@ class StreamFrame(Frame):
         return self.raw(name, j)
 
     # ------------------------------------------------------------------ stages
+    def prefetch_round(self, name, place, here):
+        """Ask for this thread's groups of an operand in L2, where its row is `here` (int32 or None)."""
+        for j in range(self.tile.rounds):
+            offset = j * self.tile.threads * memory.GROUP * WIDTH[self.variant.dtype(name)]
+            pred = self.has_group(j)
+            pred = here if pred is None else pred if here is None else pred & here
+            memory.prefetch((place + Int64(offset)).ir_value(), None if pred is None else pred.ir_value())
+
     def _slot(self, name, j):
         plane = self.tile.num_threads * SLOT
         before = sum(memory.planes_of(self.variant.dtype(n)) for n in self.loads[: self.loads.index(name)])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from flashnorm.kernels.plans import has_clusters
 from flashnorm.kernels.stream_tile import Again, Asks, Outer, StreamTile, Vectors, asks_of
-from flashnorm.kernels.tile import GROUP, WARP, lanes, shared_limit, sm_of
+from flashnorm.kernels.tile import GROUP, WARP, Prefetch, lanes, shared_limit, sm_of
 from flashnorm.program import Variant, partials
 
 StreamPlans = tuple[tuple["int | None", StreamTile], ...]
@@ -28,6 +28,7 @@ class Shape:
     cluster: int = 1
     stages: int = 3
     streaming: bool = False
+    prefetch: Prefetch = "all"
 
 
 CTAS = 128
@@ -40,7 +41,7 @@ SHAPES: tuple[tuple[int, tuple[Shape, ...]], ...] = (
     (65536, (Shape(256, 64, 4), Shape(128, 64, 8))),
     (131072, (Shape(128, 128, 8),)),
 )
-# Registers of what is neither held nor summed, as compiled kernels show: values that are kept are their own workplace.
+# Registers of what is neither held nor summed, as compiled kernels show; values that are kept are also worked in.
 WORK = {"values": 52, "raw": 64, "shared": 64, "global": 64}
 WORK_MEANS = 12  # more for a LayerNorm
 HIDDEN = 4  # a round, of weights in registers that are widened when they are used
@@ -82,7 +83,8 @@ def tiles_of(hidden_size: int, vec: int, sm: int) -> Iterator[tuple[Shape, Strea
         threads = min(max(1, wanted), lanes(hidden_size) // c)
         workers = min(streams // CTAS, shape.threads // threads, 8 if threads > WARP else streams) if c == 1 else 1
         cta = max(WARP, threads * max(1, workers))
-        yield shape, StreamTile(hidden_size, vec, threads, cta, c, stages=0, again="global", streaming=shape.streaming)
+        tile = StreamTile(hidden_size, vec, threads, cta, c, stages=0, again="global")
+        yield shape, replace(tile, streaming=shape.streaming, prefetch=shape.prefetch)
 
 
 def pick(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile:
