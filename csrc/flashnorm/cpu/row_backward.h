@@ -71,65 +71,80 @@ class GradientRow {
   RowState state_;
 };
 
-// What canonical_sum asks for: the first terms of sum(gw * xh), rounded; and gw.
-template <class Program>
-struct Products {
-  const GradientRow<Program>& row;
-  FN_HOST_DEVICE void whole(float (&t)[kStep], int col) const { part(t, col, kStep); }
-  FN_HOST_DEVICE void part(float (&t)[kStep], int col, int count) const {
-    float xh[kStep];
-    row.pair(t, xh, col, count);
-    FN_UNROLL
-    for (int i = 0; i < kStep; ++i) t[i] = fp::mul(t[i], xh[i]);
-  }
-};
-template <class Program>
-struct Weighted {
-  const GradientRow<Program>& row;
-  FN_HOST_DEVICE void whole(float (&t)[kStep], int col) const { part(t, col, kStep); }
-  FN_HOST_DEVICE void part(float (&t)[kStep], int col, int count) const {
-    float xh[kStep];
-    row.pair(t, xh, col, count);
-  }
+// Terms of a row's sums that are in memory already, as canonical_sum asks for them. Beyond the row they are +0.
+struct Terms {
+  const float* terms;
+  FN_HOST_DEVICE void whole(float (&t)[kStep], int col) const { std::memcpy(t, terms + col, sizeof(t)); }
+  FN_HOST_DEVICE void part(float (&t)[kStep], int col, int) const { whole(t, col); }
 };
 
-// sum(gw * xh). Where lanes have several groups, later products come in by fma: lanes are summed in memory first.
-template <class Program>
-__attribute__((noinline)) float sum_product_rounds(const GradientRow<Program>& row, int hidden) {
-  alignas(64) float terms[kRound + kStep];
+// One place for each element of a round, and a last step.
+constexpr int kTerms = kRound + kStep;
+
+// The canonical sum of terms in memory; of a row wider than a round, what each lane's positions have come to.
+inline __attribute__((noinline)) float sum_terms(const float* terms, int hidden) {
+  if (hidden <= kRound) return canonical_sum<Values>(Terms{terms}, hidden);
   alignas(64) V sums[kMaxBlocks];
-  for (int base = 0; base < hidden; base += kRound) {
-    for (int i = 0; i < kRound; i += kStep) {
-      const int left = hidden - base - i;
-      float gw[kStep] = {}, xh[kStep] = {};
-      if (left > 0) row.pair(gw, xh, base + i, left);
-      for (int k = 0; k < kStep; k += W) {
-        const V a = load(gw + k), b = load(xh + k);
-        store(terms + i + k, base == 0 ? a * b : fma(a, b, load(terms + i + k)));
-      }
-    }
-  }
   for (int b = 0; b < kMaxBlocks; ++b) {
     sums[b] = fold_block([&](int i) { return load(terms + b * kBlock + i * W); });
   }
   return fold_blocks(sums, kMaxBlocks);
 }
 
+// c and b of a row. `terms` has kTerms places for each of its sums.
 template <class Program>
-FN_HOST_DEVICE flashnorm::RowSums means_of(const GradientRow<Program>& row, int hidden) {
+__attribute__((noinline)) flashnorm::RowSums means_of(const GradientRow<Program>& row, int hidden, float* terms) {
+  for (int base = 0; base < hidden; base += kRound) {
+    const int end = hidden - base < kRound ? hidden - base : kRound;
+    int i = 0;
+    for (; i < end; i += kStep) {
+      float gw[kStep], xh[kStep];
+      row.pair(gw, xh, base + i, end - i);
+      for (int k = 0; k < kStep; k += W) {
+        float* product = terms + i + k;
+        const V a = load(gw + k), b = load(xh + k);
+        store(product, base == 0 ? a * b : fma(a, b, load(product)));
+        if constexpr (Program::kLayer) store(product + kTerms, base == 0 ? a : load(product + kTerms) + a);
+      }
+    }
+    // What the last round lacks is +0, and is added.
+    for (; base > 0 && i < kRound; i += W) {
+      for (int q = 0; q < Program::kRowSums; ++q) store(terms + q * kTerms + i, load(terms + q * kTerms + i) + V{});
+    }
+  }
   float sums[Program::kRowSums];
-  sums[0] = hidden > kRound ? sum_product_rounds(row, hidden) : canonical_sum<Values>(Products<Program>{row}, hidden);
-  if constexpr (Program::kLayer) sums[1] = canonical_sum<Values>(Weighted<Program>{row}, hidden);
+  for (int q = 0; q < Program::kRowSums; ++q) sums[q] = sum_terms(terms + q * kTerms, hidden);
   return Program::means_of(sums, hidden);
 }
 
-// The results of a row: its own gradients, and what it adds to `inner`, H elements for each of the sums over rows.
+// What a thread works in.
+template <class Program>
+class Scratch {
+ public:
+  // `inner`: with room for the accumulators of the sums over rows.
+  Scratch(int hidden, bool inner)
+      : pitch(hidden + kStep), memory_(kRowTerms + (inner ? Program::kSums * int64_t(pitch) : 0) + 16) {
+    terms = memory_.data() + (64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64) % 64 / sizeof(float);
+    this->inner = terms + kRowTerms;
+  }
+
+  int pitch;  // of an accumulator: its last step is whole
+  float* terms;
+  float* inner;
+
+ private:
+  static constexpr int kRowTerms = Program::kRowSums * kTerms;
+  std::vector<float> memory_;
+};
+
+// The results of a row: its own gradients, and what it adds to the inner accumulators.
 template <class OutAccess, class Program>
-FN_HOST_DEVICE void backward_row(const Program& program, const Streams& streams, int hidden, Row at_row, Row next,
-                                 float* inner) {
+__attribute__((noinline)) void backward_row(const Program& shared, bool own, int hidden, Row at_row, Row next,
+                                            const Scratch<Program>& scratch) {
+  const Program program = shared;  // a local copy: no store can change its pointers and strides
   const GradientRow<Program> row(program, at_row);
   flashnorm::RowSums means{};
-  if constexpr (Program::kRows) means = means_of(row, hidden);
+  if constexpr (Program::kRows) means = means_of(row, hidden, scratch.terms);
   steps(at_row, 0, hidden, [&](const auto& at) __attribute__((always_inline)) {
     using Access = std::decay_t<decltype(at.access)>;
     if constexpr (std::is_same_v<OutAccess, Stream> && std::is_same_v<Access, Whole>) {
@@ -145,20 +160,20 @@ FN_HOST_DEVICE void backward_row(const Program& program, const Streams& streams,
     for (int i = 0; i < kStep; ++i) term[i] = xh[i];
     Program::round_norm(term);
     if constexpr (Program::kDw) {
-      if (streams.own) {
+      if (own) {
         FN_UNROLL
         for (int i = 0; i < kStep; ++i) term[i] = fp::mul(v[i], term[i]);
         Pack<typename Program::Dw, kStep> pack;
         narrow(pack, term);
         program.dweight.store(pack, at);
       } else {
-        float* sum = inner + at.col;
+        float* sum = scratch.inner + at.col;
         FN_UNROLL
         for (int i = 0; i < kStep; i += W) store(sum + i, fma(load(v + i), load(term + i), load(sum + i)));
       }
     }
     if constexpr (Program::kDb) {
-      float* sum = inner + (Program::kSums - 1) * int64_t(hidden + kStep) + at.col;
+      float* sum = scratch.inner + (Program::kSums - 1) * int64_t(scratch.pitch) + at.col;
       FN_UNROLL
       for (int i = 0; i < kStep; i += W) store(sum + i, load(v + i) + load(sum + i));
     }
@@ -182,40 +197,38 @@ FN_HOST_DEVICE void backward_row(const Program& program, const Streams& streams,
 
 // Rows [begin, end) of the whole grid, where nothing is summed over rows.
 template <class OutAccess, class Program>
-void backward_rows(const Program& shared, const Streams& streams, int hidden, int64_t begin, int64_t end) {
+void backward_rows(const Program& program, const Streams& streams, int hidden, int64_t begin, int64_t end) {
   const IeeeMode mode;
-  const Program program = shared;  // a local copy: no store can change its pointers and strides
+  const Scratch<Program> scratch(hidden, false);
   const auto place = [&](int64_t i) {
     i = i < end ? i : end - 1;
     return Row{i / streams.inner, i % streams.inner, 0};
   };
   for (int64_t i = begin; i < end; ++i) {
-    backward_row<OutAccess>(program, streams, hidden, place(i), place(i + 1), nullptr);
+    backward_row<OutAccess>(program, streams.own, hidden, place(i), place(i + 1), scratch);
   }
   if constexpr (std::is_same_v<OutAccess, Stream>) fence();
 }
 
 // The partials [begin, end), numbered over those that have rows and then over weight rows.
 template <class OutAccess, class Program>
-void backward_partials(const Program& shared, const Streams& streams, int hidden, int64_t begin, int64_t end) {
+void backward_partials(const Program& program, const Streams& streams, int hidden, int64_t begin, int64_t end) {
   constexpr int kSums = Program::kSums;
   const IeeeMode mode;
-  const Program program = shared;
-  const int64_t pitch = hidden + kStep, used = streams.used();  // a last step is whole in the accumulator
-  std::vector<float> memory(kSums * pitch + 16);
-  float* inner = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64 / sizeof(float);
+  const Scratch<Program> scratch(hidden, true);
+  const int64_t pitch = scratch.pitch, used = streams.used();
   for (int64_t stream = begin; stream < end; ++stream) {
     const int64_t r = stream / used, p = stream % used, count = streams.count(p);
     const auto place = [&](int64_t i) {
       return streams.row(r, p + (i < count ? i : count - 1) * streams.partials);
     };
     for (int64_t i = 0; i < count; ++i) {
-      if (i % kInnerRows == 0) std::memset(inner, 0, kSums * pitch * sizeof(float));
-      backward_row<OutAccess>(program, streams, hidden, place(i), place(i + 1), inner);
+      if (i % kInnerRows == 0) std::memset(scratch.inner, 0, kSums * pitch * sizeof(float));
+      backward_row<OutAccess>(program, false, hidden, place(i), place(i + 1), scratch);
       if (i % kInnerRows != kInnerRows - 1 && i + 1 < count) continue;
       for (int q = 0; q < kSums; ++q) {
         float* outer = program.workspace + ((q * streams.weight_rows + r) * streams.partials + p) * hidden;
-        const float* from = inner + q * pitch;
+        const float* from = scratch.inner + q * pitch;
         const bool first = i < kInnerRows;
         for (int k = 0; k < hidden; ++k) outer[k] = fp::add(first ? 0.0f : outer[k], from[k]);
       }
@@ -239,8 +252,8 @@ void put_sum(const To& to, int64_t r, int col, int count, const float* from) {
   }
 }
 
-// The partials of blocks of columns, folded by halving in place, and cast. A partial without rows would be +0, and a sum
-// of partials is never -0: it is left out.
+// The partials of blocks of columns, folded by halving in place, and cast. A partial without rows would be +0, and a
+// sum of partials is never -0: it is left out.
 template <class Program>
 void fold_partials(const Program& shared, const Streams& streams, int hidden, int64_t begin, int64_t end) {
   const IeeeMode mode;
