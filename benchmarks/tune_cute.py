@@ -145,14 +145,14 @@ def load(library: str) -> Callable[..., Any]:
     return load_linked(Path(library).parent)
 
 
-def check_loop(pipe: Any) -> None:
+def check_loop(pipe: Any, make: Callable[[str, int], Any]) -> None:
     """A process that checks tiles: one that faults or hangs takes this process along and no other."""
-    checkers: dict[tuple[str, int], Checker] = {}
+    checkers: dict[tuple[str, int], Any] = {}
     while True:
         op, hidden_size, library = pipe.recv()
         try:
             if (op, hidden_size) not in checkers:
-                checkers[op, hidden_size] = Checker(op, hidden_size)
+                checkers[op, hidden_size] = make(op, hidden_size)
             why = checkers[op, hidden_size].wrong(load(library))
         except Exception as error:
             why = f"{type(error).__name__}: {error}"[:300]
@@ -162,9 +162,10 @@ def check_loop(pipe: Any) -> None:
 
 
 class CheckProcess:
-    """Asks `check_loop`, and starts another one where it died."""
+    """Asks `check_loop`, and starts another one where it died; `make` makes what checks an operation at some H."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[str, int], Any] = Checker) -> None:
+        self.make = make
         self.context = multiprocessing.get_context("spawn")
         self.process: Any = None
         self.pipe: Any = None
@@ -172,7 +173,7 @@ class CheckProcess:
     def wrong(self, op: str, hidden_size: int, library: str) -> str | None:
         if self.process is None or not self.process.is_alive():
             self.pipe, theirs = self.context.Pipe()
-            self.process = self.context.Process(target=check_loop, args=(theirs,), daemon=True)
+            self.process = self.context.Process(target=check_loop, args=(theirs, self.make), daemon=True)
             self.process.start()
         try:
             self.pipe.send((op, hidden_size, library))

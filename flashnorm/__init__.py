@@ -9,6 +9,7 @@ from flashnorm import functional
 from flashnorm.ahead import gen_norm_module, preload, record
 from flashnorm.api import capabilities, explain
 from flashnorm.core.dispatch import Explanation, backend
+from flashnorm.ops.add import add_layernorm, add_rmsnorm
 from flashnorm.ops.blocks import fused_add_rmsnorm_fp8_block_quant, rmsnorm_dynamic_quant
 from flashnorm.ops.dit import (
     fused_dit_gate_residual_layernorm_gamma_beta,
@@ -42,6 +43,8 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Explanation",
     "__version__",
+    "add_layernorm",
+    "add_rmsnorm",
     "add_rmsnorm_fp4quant",
     "add_rmsnorm_mxfp8_quant",
     "backend",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashnorm import program as vocabulary
-from flashnorm.program import Program, QkNormRope, RowProgram, Stage, Variant
+from flashnorm.program import BackwardProgram, Program, QkNormRope, RowProgram, Stage, Variant
 
 FORMAT = 1
 
@@ -70,6 +70,8 @@ def _stage(data: dict[str, Any]) -> Stage:
 def _program_data(program: Program) -> dict[str, Any]:
     if isinstance(program, QkNormRope):
         return {"program": program.name, **program.data()}
+    if isinstance(program, BackwardProgram):
+        return {"program": BackwardProgram.__name__, **dataclasses.asdict(program)}
     stages = {key: _stage_data(getattr(program, key)) for key in ("load", "stats", "store")}
     lists = {key: [_stage_data(stage) for stage in getattr(program, key)] for key in ("maps", "saves")}
     return {**stages, **lists}
@@ -80,6 +82,8 @@ def _program(data: dict[str, Any]) -> Program:
     name = given.pop("program", RowProgram.__name__)
     if name == QkNormRope.__name__:
         return QkNormRope.of_data(given)
+    if name == BackwardProgram.__name__:
+        return BackwardProgram(**given)
     if name != RowProgram.__name__:
         raise ValueError(f"there is no program {name!r}")
     lists = {key: tuple(_stage(stage) for stage in given.pop(key)) for key in ("maps", "saves")}

@@ -13,31 +13,18 @@ is in `csrc/`. A dataclass `Affine(offset=1.0, round_norm=False)` whose weight i
 and is filled with its operands (references, in the order of `stage.operands()`) and then its run-time
 scalars. A field that says a word, `cap="device"`, becomes an enumerator, `Cap kCap = Cap::kDevice` (kNone for
 the empty word). A new stage needs a dataclass in `flashnorm/program/` and a struct in `csrc/flashnorm/stages/`; this
-file learns nothing about it.
+file learns nothing about it. A backward has a file of its own, codegen_backward.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any
 
-from ..program import SCALES, Operand, Program, RowProgram, Stage, rounding
-from . import codegen_qk
-
-Route = Literal["cuda", "cpu"]
-
-CPP_TYPES = {
-    "float32": "float",
-    "float16": "f16",
-    "bfloat16": "bf16",
-    "float8_e4m3fn": "e4m3",
-    "float8_e5m2": "e5m2",
-    "int8": "int8_t",
-    "uint8": "uint8_t",
-    "int32": "int32_t",
-    "int64": "int64_t",
-}
+from ..program import SCALES, BackwardProgram, Operand, Program, RowProgram, Stage, rounding
+from . import codegen_backward, codegen_qk
+from .codegen_types import CPP_TYPES, Route, bool_text, float_text
 
 # What a route includes; each defines flashnorm::launch_rows(program, operands, enable_pdl).
 HEADERS: dict[Route, str] = {
@@ -66,11 +53,11 @@ def _pascal(name: str) -> str:
 def _constant(name: str, value: Any) -> tuple[str, str]:
     """The C++ type and literal of a dataclass field."""
     if isinstance(value, bool):
-        return "bool", "true" if value else "false"
+        return "bool", bool_text(value)
     if isinstance(value, int):
         return "int", str(value)
     if isinstance(value, float):
-        return "float", f"{value.hex()}f"  # hexadecimal: exact
+        return "float", float_text(value)
     if isinstance(value, str):
         return _pascal(name), f"{_pascal(name)}::k{_pascal(value) or 'None'}"
     raise TypeError(f"a stage field of type {type(value).__name__} has no C++ form")
@@ -136,6 +123,8 @@ def unit(program: Program, dtypes: tuple[str, ...], route: Route) -> str:
         KeyError: a dtype that no C++ type stands for.
         ValueError: not as many dtypes as operands.
     """
+    if isinstance(program, BackwardProgram):
+        return codegen_backward.unit(program, dtypes, route)
     if not isinstance(program, RowProgram):
         return codegen_qk.unit(program, [CPP_TYPES[dtype] for dtype in dtypes], route)
     out = _Unit(program, dtypes)

@@ -18,7 +18,11 @@ from flashnorm.program import Program
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT.parent / "csrc"
-HEADERS = {"flashnorm/ffi/launch.h": "emulated_launch.h", "flashnorm/ffi/launch_qk.h": "emulated_qk.h"}
+HEADERS = {
+    "flashnorm/ffi/launch.h": "emulated_launch.h",
+    "flashnorm/ffi/launch_qk.h": "emulated_qk.h",
+    "flashnorm/ffi/backward_launch.h": "emulated_backward.h",
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,9 @@ class Emulated:
         self.module["force"](sm, shared_memory, *plan)
 
 
-def build(folder: Path, programs: Mapping[str, tuple[Program, tuple[str, ...]]]) -> dict[str, Emulated]:
+def build(
+    folder: Path, programs: Mapping[str, tuple[Program, tuple[str, ...]]], defines: tuple[str, ...] = ()
+) -> dict[str, Emulated]:
     """Compiles programs with their dtypes, as many at once as there are cores; skips where there is no compiler."""
     import tvm_ffi
 
@@ -60,6 +66,7 @@ def build(folder: Path, programs: Mapping[str, tuple[Program, tuple[str, ...]]])
             "-ffp-contract=off",
             "-fno-gnu-unique",
             "-DFN_FAST=1",
+            *(f"-D{name}" for name in defines),
         ]
         command += ["-fvisibility=hidden", "-shared", "-fPIC", f"-I{CSRC}", f"-I{ROOT / 'csrc'}"]
         command += [f"-I{path}" for path in ffi.include_dirs]

@@ -7,6 +7,7 @@ reciprocal of a significand of ones alone is the rounded one, as it must be wher
 """
 
 import contextlib
+import re
 import types
 
 import numpy as np
@@ -114,7 +115,7 @@ class Machine(base.Machine):
         super().__init__(*given, **more)
         self.alive = np.ones(self.shape, bool)
         self.awake = np.ones(self.shape, bool)
-        self.jumped = {}
+        self.jumped, self.turns = {}, {}
 
     def load(self, space, addr, size, active):
         return super().load(space, addr, size, active & self.alive)
@@ -142,6 +143,8 @@ class Machine(base.Machine):
 
     def asm(self, result, code, constraints, args, *, effect=False):
         """One instruction of fp32 arithmetic, the most frequent case by far, needs no reading of its text."""
+        if "mbarrier" in code and "st.async" not in code:
+            return self._mailbox(code, args)
         op, _, operands = code.partition(" ")
         join = DIRECT.get(op)
         if join is None or operands not in OPERANDS:
@@ -149,6 +152,16 @@ class Machine(base.Machine):
         with np.errstate(all="ignore"):
             value = join(*map(np.asarray, args)).astype(np.float32)
         return value if op in KEEPS_NAN else np.where(np.isnan(value), NAN, value)
+
+    def _mailbox(self, code, args):
+        """Threads run in lockstep and nobody waits: what a wait needs must be there, and the phase the next one."""
+        if "expect_tx" in code:
+            self.expected, self.arrived = int(re.search(r"(\d+); }", code).group(1)), np.zeros(self.shape[0], int)
+        elif "try_wait" in code:
+            ((box,), (phase,)) = (np.unique(a) for a in args)
+            turn = self.turns.get(int(box), 0)
+            assert (self.arrived == self.expected).all() and phase == turn & 1, "a mailbox would wait for ever"
+            self.turns[int(box)] = turn + 1
 
     def _read(self, name, env, dtype=np.uint32):
         if name.startswith("0f"):
@@ -214,6 +227,11 @@ class Machine(base.Machine):
         self._write(names[0], value, env, active)
 
     def _move(self, op, names, env, active):
+        if op.startswith("st.async."):
+            op, names = "st.shared::cluster.f32", names[:2]
+            to = self._address(names[0], env)[active] >> base.CTA_SHIFT
+            own = np.broadcast_to(np.arange(self.shape[0])[:, None], self.shape)[active]
+            np.add.at(self.arrived, own // self.cluster * self.cluster + to, 4)
         parts = op.split(".")
         width = WIDTHS.get(parts[-1])
         if parts[0] not in ("ld", "st") or width is None or parts[-1] in ("b16", "b32") or "shared" in parts[1]:
@@ -230,9 +248,33 @@ class Machine(base.Machine):
             self.store(parts[1], self._address(where, env), data, active)
 
 
+def repeat(count, carried, body):
+    """`loops.repeat`: threads run in lockstep, so all of them must count the same."""
+    (times,) = np.unique(count.a)
+    for _ in range(times):
+        carried = body(list(carried))
+    return list(carried)
+
+
 @contextlib.contextmanager
 def patched(machine):
-    from flashnorm.kernels import blocks, codec, codec4, fp, frame, memory, reduce, row_forward, scales, silu
+    from flashnorm.kernels import (
+        blocks,
+        codec,
+        codec4,
+        columns,
+        fp,
+        frame,
+        gradient,
+        memory,
+        partials,
+        reduce,
+        row_backward,
+        row_forward,
+        scales,
+        silu,
+        stream_frame,
+    )
 
     lane = np.arange(machine.shape[1])
 
@@ -243,19 +285,25 @@ def patched(machine):
         def allocate(self, size, byte_alignment):
             return types.SimpleNamespace(toint=lambda: 0)
 
+    def extent(tensor, axis):
+        return Int(tensor.shape[axis])
+
+    streams = (columns, gradient, partials, row_backward, stream_frame)
+    allocators = types.SimpleNamespace(utils=types.SimpleNamespace(SmemAllocator=Allocator))
     names = types.SimpleNamespace(f32=lambda: "f32", i32=lambda: "i32", i64=lambda: "i64")
     view = types.SimpleNamespace(bitcast=lambda t, v: v.view(np.float32 if t == "f32" else np.uint32))
     changes = [
         *((module, "asm", machine.asm) for module in (fp, codec, codec4, memory, scales)),
         *((module, "asm_many", machine.asm_many) for module in (codec, memory, scales, silu)),
         *((module, "T", names) for module in (fp, codec, codec4, memory, scales, silu)),
-        *((module, "Int32", Int) for module in (frame, reduce, blocks, row_forward)),
-        *((module, "Int64", Int) for module in (frame, row_forward)),
+        *((module, "Int32", Int) for module in (frame, reduce, blocks, row_forward, *streams)),
+        *((module, "Int64", Int) for module in (frame, row_forward, *streams)),
+        *((module, "repeat", repeat) for module in (gradient, columns)),
         (codec, "llvm", view),
-        (frame, "extent", lambda tensor, axis: Int(tensor.shape[axis])),
+        *((module, "extent", extent) for module in (frame, stream_frame, row_backward)),
         (reduce, "_shuffle_xor", shuffle_xor),
         (reduce, "_select", lambda c, a, b: np.where(c, a, b)),
-        (row_forward, "cutlass", types.SimpleNamespace(utils=types.SimpleNamespace(SmemAllocator=Allocator))),
+        *((module, "cutlass", allocators) for module in (row_forward, row_backward)),
     ]
     saved = [(module, name, getattr(module, name)) for module, name, _ in changes]
     try:
@@ -288,3 +336,73 @@ def launch(variant, tile, machine, tensors, scalars, sm=90, native_fp4=False):
         bid = Int(np.broadcast_to(np.arange(machine.shape[0])[:, None], machine.shape))
         values = [types.SimpleNamespace(ir_value=lambda v=v: np.float32(v)) for v in scalars.values()]
         kernel.body(0, values, tensors, tid, bid)
+
+
+# ------------------------------------------------------------------ the backward
+class Written(Machine):
+    """A machine whose workspace may be read where a kernel has written it.
+
+    Attributes:
+        workspace: the bytes of global memory that are workspace.
+    """
+
+    workspace = np.zeros(0, bool)
+
+    def store(self, space, addr, data, active):
+        super().store(space, addr, data, active)
+        if space == "global":
+            _, at = self._place(space, addr, data.shape[-1], active & self.alive)
+            self.readable[at] |= self.workspace[at]
+
+
+class Kernel:
+    """What a kernel of `RowBackward` becomes: its launch runs the body over a grid of its own."""
+
+    def __init__(self, body, made, shared):
+        self.body, self.made, self.shared = body, made, shared
+
+    def __call__(self, *arguments):
+        self.arguments = arguments
+        return self
+
+    def launch(self, grid, block, cluster=None, **_):
+        (ctas,) = np.unique(grid[0].a)
+        machine = self.made(int(ctas), block[0], (cluster or [1])[0], self.shared(*self.arguments))
+        with patched(machine):
+            tid = Int(np.broadcast_to(np.arange(machine.shape[1]), machine.shape))
+            bid = Int(np.broadcast_to(np.arange(machine.shape[0])[:, None], machine.shape))
+            self.body(*self.arguments, tid, bid)
+
+
+def launch_backward(variant, tile, made, tensors, sm=90):
+    """Run the kernels of a backward in their order, on the grids that the host code gives them.
+
+    Args:
+        made: (CTAs, threads, CTAs of a cluster, bytes of shared memory) -> a machine.
+        tensors: a `Tensor` for each operand of the variant's program, in order.
+        sm: the compute capability that it is traced for.
+
+    Returns:
+        How rows share weight rows: "one", "several" or "own".
+    """
+    from flashnorm.kernels import partials
+    from flashnorm.kernels.row_backward import RowBackward
+
+    kernel = object.__new__(RowBackward)
+    kernel.variant, kernel.plans, kernel.sm, kernel.has_pdl = variant, ((None, tile),), sm, sm >= 90
+    kernel.prepare()
+
+    def shared_of_rows(index, mode, operands):
+        return (tile if mode in ("one", "several") else tile.alone()).stream_bytes(kernel.asks)
+
+    kernel.rows = Kernel(kernel.rows_body, made, shared_of_rows)
+    kernel.columns = Kernel(kernel.columns_body, made, lambda *_: 0)
+    kernel.fold = Kernel(kernel.fold_body, made, lambda *_: partials.FOLD_BYTES)
+    with patched(made(1, 32, 1, 0)):
+        rows = Int(int(np.prod(tensors[0].shape[:-1])))
+        mode = "one"
+        if kernel.by_rows:
+            mode = "own" if not kernel.parts or kernel.split_of(tensors).own.a else "several"
+    with patched(made(1, 32, 1, 0)):
+        kernel.launch(0, mode, rows, True, tensors, None)
+    return mode

@@ -194,6 +194,103 @@ def rms_norm(
     return norm(x, weight, residual, eps=eps, numerics=numerics, offset=offset)
 
 
+# ------------------------------------------------------------------ gradients
+@dataclass(frozen=True)
+class ExpectedGradients:
+    """The oracle's answer, all in fp64; None where there is no such tensor.
+
+    Attributes:
+        dh: of what was normalised, and so of x and of the residual.
+        weight, bias: sums over rows, of the shapes of what they belong to.
+        operand: the largest magnitude in each row of what dh is a difference of.
+    """
+
+    dh: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    operand: torch.Tensor
+
+
+def gradients(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    *,
+    dy: torch.Tensor,
+    dh: torch.Tensor | None = None,
+    drstd: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    centred: bool = False,
+    eps: float = 1e-6,
+    numerics: str = "flashinfer",
+    offset: float = 0.0,
+) -> ExpectedGradients:
+    """The derivative of `norm`, by hand, of <dy, y> + <dh, h> + <drstd, rstd>.
+
+    What was normalised is the sum as it is stored; in the mode "flashinfer" its statistics are those of the sum before.
+    With "hf-llama" n is rounded in front of an offset too, as `nn.RMSNorm` has it; Gemma's operators never do that.
+    """
+    x, weight, residual, dy, dh, drstd, bias = (
+        None if t is None else t.detach().cpu() for t in (x, weight, residual, dy, dh, drstd, bias)
+    )
+    assert x is not None and dy is not None
+    total = _loaded(x, residual, None, None)
+    stored = total if residual is None else round_to(total, residual.dtype).double()
+    seen = total if numerics == "flashinfer" else stored
+    mean = seen.mean(-1, keepdim=True) if centred else torch.zeros(())
+    eps32 = torch.tensor(eps, dtype=torch.float32).double()
+    rstd = 1.0 / torch.sqrt((seen - mean).square().mean(-1, keepdim=True) + eps32)
+    n = (stored - mean) * rstd
+    gain = torch.ones(()).double() if weight is None else weight.double() + offset
+    gw = dy.double() * gain
+    along = n * (gw * n).mean(-1, keepdim=True)
+    found = rstd * ((gw - gw.mean(-1, keepdim=True) if centred else gw) - along)
+    parts = [rstd * gw, rstd * along]
+    if drstd is not None:
+        parts.append(-drstd.double().unsqueeze(-1) * rstd.pow(3) * stored / x.shape[-1])
+        found = found + parts[-1]
+    if dh is not None:
+        parts.append(dh.double())
+        found = found + parts[-1]
+    rounded = round_to(n, x.dtype).double() if numerics in LLAMA and not centred else n
+    return ExpectedGradients(
+        found,
+        None if weight is None else (dy.double() * rounded).sum_to_size(weight.shape),
+        None if bias is None else dy.double().sum_to_size(bias.shape),
+        torch.stack([part.abs().amax(-1) for part in parts]).amax(0),
+    )
+
+
+def narrow(
+    x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, *, eps: float, offset: float
+) -> tuple[Expected, ExpectedGradients]:
+    """RMSNorm whose eps, offset, squares, and w + offset of the same dtype, are rounded to T; so is the saved rstd."""
+    eps, offset = (float(torch.tensor(v, dtype=x.dtype)) for v in (eps, offset))
+    h = x.double()
+    gain = None if weight is None else weight.double() + offset
+    if weight is not None and weight.dtype == x.dtype and offset:
+        gain = round_to(gain, x.dtype).double()
+    rstd = 1.0 / torch.sqrt(round_to(h.square(), x.dtype).double().mean(-1, keepdim=True) + eps)
+    y = h * rstd if gain is None else h * rstd * gain
+    everywhere = torch.ones(x.shape[:-1], dtype=torch.bool)
+    saved = round_to(rstd, x.dtype).double()
+    n, gw = h * saved, dy.double() if gain is None else dy.double() * gain
+    along = n * (gw * n).mean(-1, keepdim=True)
+    operand = (saved * torch.maximum(gw.abs(), along.abs())).amax(-1)
+    dweight = None if weight is None else (dy.double() * n).sum_to_size(weight.shape)
+    expected = Expected(y, round_to(y, x.dtype), None, rstd.squeeze(-1), everywhere)
+    return expected, ExpectedGradients(saved * (gw - along), dweight, None, operand)
+
+
+def eager_weight_gradient(x: torch.Tensor, dy: torch.Tensor, eps: float) -> torch.Tensor:
+    """What PyTorch's autograd makes of RMSNorm written out in fp32."""
+    weight = torch.ones(x.shape[-1], device=x.device, requires_grad=True)
+    h = x.float()
+    y = weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps))
+    (found,) = torch.autograd.grad(y, weight, dy.float())
+    return found
+
+
 # ------------------------------------------------------------------ scales
 def largest(dtype: torch.dtype) -> float:
     """The value of a format's largest finite code."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.oracles import E2M1, LLAMA, Expected, places, round_to
+from tests.oracles import E2M1, LLAMA, Expected, ExpectedGradients, places, round_to
 
 _INT = {4: torch.int32, 2: torch.int16, 1: torch.int8, 8: torch.int64}
 FAR = 2**40  # a NaN against a number
@@ -24,6 +24,9 @@ CODE_STEPS = 1
 EXP_ULPS, EXP_TO = 4, 80.0  # of fp32, with an exponential, for arguments up to that
 SCALE_ROUNDING = 2.0**-23  # relative: the scale's rounding, and that of its inverse
 EAGER_FACTOR = 2.0
+SECOND_RELATIVE = 1e-5
+SUM_OF_ROUNDED = 3e-5
+SUM_RELATIVE = 1e-6  # L2, of a gradient that is a sum over rows
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -254,3 +257,42 @@ def assert_no_worse(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor,
     assert bool(own.isfinite().all()) and float(other.max()) > 0, f"{what}: nothing to compare"
     for name, mine, theirs in (("error", own.norm(), other.norm()), ("worst error", own.max(), other.max())):
         assert float(mine) <= EAGER_FACTOR * float(theirs), f"{what}: {name} {mine:g}, eager PyTorch's {theirs:g}"
+
+
+# ------------------------------------------------------------------ gradients
+def assert_row_gradient(got: torch.Tensor, want: ExpectedGradients, what: str = "") -> None:
+    """The accuracy of a result that is a difference: a step of 16 bits, or 1e-6 of the row's largest operand."""
+    got = got.detach().cpu()
+    assert got.shape == want.dh.shape, f"{what}: shape {tuple(got.shape)}"
+    room = want.operand.unsqueeze(-1) * DIFFERENCE_OF_LARGEST
+    wrong = ~((got.double() - want.dh).abs() <= room + want.dh.abs() * FP32_RELATIVE)
+    if got.dtype != torch.float32:
+        wrong &= steps_between(got, round_to(want.dh, got.dtype)) > 1
+    _fail(wrong, got, want.dh, what)
+
+
+def assert_same_sum(got: torch.Tensor, want: torch.Tensor, what: str = "", *, rounded: bool = False) -> None:
+    """Two orders of one sum, rounded to the dtype: 1e-6 in the L2 norm, and in 16 bits a step's width.
+
+    `rounded`: of terms that were rounded to 16 bits, where a last bit of fp32 tips a term by a step now and then.
+    """
+    assert got.shape == want.shape and want.dtype in (got.dtype, torch.float64), (what, got.dtype, got.shape)
+    got, want = got.detach().cpu(), want.detach().cpu()
+    fp32 = SUM_OF_ROUNDED if rounded else SUM_RELATIVE
+    bound = fp32 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps
+    apart, size = float((got.double() - want.double()).norm()), float(want.double().norm())
+    assert apart <= bound * size, f"{what}: sums differ by {apart:.2e}, at most {bound:.0e} of {size:.2e}"
+
+
+def assert_second_gradient(got: torch.Tensor, want: torch.Tensor, what: str = "") -> None:
+    """Second gradients come from the formula in fp32: a thousandth of a per cent in the L2 norm."""
+    apart, size = float((got.detach().cpu().double() - want.cpu()).norm()), float(want.norm())
+    assert apart <= SECOND_RELATIVE * size, f"{what}: off by {apart:.2e} of {size:.2e}"
+
+
+def assert_weight_gradient(got: torch.Tensor, want: torch.Tensor, eager: torch.Tensor, what: str = "") -> None:
+    """A sum over rows in fp32: 1e-6 in the L2 norm, and no further from the formula than eager PyTorch in fp32."""
+    want, size = want.cpu().double(), float(want.norm())
+    apart, theirs = (float((t.detach().cpu().double() - want).norm()) / size for t in (got, eager))
+    assert apart <= SUM_RELATIVE, f"{what}: off by {apart:.2e}"
+    assert apart <= max(theirs, torch.finfo(torch.float32).eps), f"{what}: off by {apart:.2e}, eager by {theirs:.2e}"

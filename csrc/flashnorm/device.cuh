@@ -26,6 +26,11 @@ FN_DEVICE void sync_cta() { __syncthreads(); }
 // No thread's memory access moves over it; all 32 threads of the warp call it.
 FN_DEVICE void sync_warp() { __syncwarp(); }
 
+// The `threads` threads (whole warps) of one of the rows of a CTA, of which there are at most 15.
+FN_DEVICE void sync_row(int row, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(row + 1), "r"(threads) : "memory");
+}
+
 // Asks for a line to be brought to L2, where the memory of a GPU is coherent: no value is read.
 FN_DEVICE void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at)));
@@ -74,6 +79,26 @@ FN_DEVICE void start_copy(uint2* to, const uint2* from) {
 FN_DEVICE void await_copies() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+// The copies that this thread has started since the last call are a batch, and there may be none; `await_batches`
+// waits for all batches but the last `later`, which are at most 3.
+FN_DEVICE void end_batch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+FN_DEVICE void await_batches(int later) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  if (later == 0) {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+  } else if (later == 1) {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+  } else if (later == 2) {
+    asm volatile("cp.async.wait_group 2;" ::: "memory");
+  } else {
+    asm volatile("cp.async.wait_group 3;" ::: "memory");
+  }
 #endif
 }
 

@@ -19,7 +19,7 @@ from flashnorm.jit.cpu import detect_cpu
 from flashnorm.jit.env import BuildError, Missing
 from flashnorm.jit.spec import ArtifactSpec, safe_name, source_hash
 from flashnorm.jit.toolchain import cxx_flags, find_host_compiler, find_tvm_ffi, link_flags, tvm_ffi_version
-from flashnorm.program import Program, Variant
+from flashnorm.program import BackwardProgram, Program, Variant
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
@@ -41,6 +41,11 @@ _SOURCES = tuple(
         "cpu",
     )
 )
+_BACKWARD_SOURCES = (
+    *_SOURCES,
+    CSRC / "flashnorm" / "backward" / "program.cuh",
+    CSRC / "flashnorm" / "backward" / "place.h",
+)
 
 
 def _toolchain() -> dict[str, Any]:
@@ -60,6 +65,7 @@ def spec(program: Program, dtypes: tuple[str, ...]) -> ArtifactSpec:
     """
     program = program.code()
     source = unit(program, dtypes, "cpu")
+    backward = isinstance(program, BackwardProgram)
     cpu = detect_cpu()
 
     def build_in(folder: Path) -> None:
@@ -86,7 +92,7 @@ def spec(program: Program, dtypes: tuple[str, ...]) -> ArtifactSpec:
             "program": repr(program),
             "dtypes": dtypes,
             "cpu": (cpu.machine, *cpu.features),
-            "sources": source_hash(*_SOURCES),
+            "sources": source_hash(*(_BACKWARD_SOURCES if backward else _SOURCES)),
             "unit": source,
             "tvm_ffi": tvm_ffi_version(),
         },

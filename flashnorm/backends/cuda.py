@@ -27,7 +27,7 @@ from flashnorm.jit.toolchain import (
     nvcc_link_flags,
     tvm_ffi_version,
 )
-from flashnorm.program import Program, Variant
+from flashnorm.program import BackwardProgram, Program, Variant
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
@@ -50,6 +50,8 @@ _SOURCES = tuple(
         "row_forward.cuh",
         "row",
         "ffi/operands.h",
+        "ffi/facts.h",
+        "ffi/runtime.h",
         "ffi/plan.h",
         "ffi/select.h",
         "ffi/launch.h",
@@ -57,6 +59,26 @@ _SOURCES = tuple(
         "ffi/runtime.h",
         "qk",
         "qk_norm_rope.cuh",
+    )
+)
+_BACKWARD_SOURCES = tuple(
+    CSRC / "flashnorm" / name
+    for name in (
+        "types.cuh",
+        "device.cuh",
+        "access.cuh",
+        "fp.cuh",
+        "vec.cuh",
+        "codec.cuh",
+        "reduce.cuh",
+        "row_backward.cuh",
+        "backward",
+        "ffi/operands.h",
+        "ffi/facts.h",
+        "ffi/runtime.h",
+        "ffi/backward_plan.h",
+        "ffi/backward_select.h",
+        "ffi/backward_launch.h",
     )
 )
 
@@ -88,6 +110,7 @@ def spec(program: Program, dtypes: tuple[str, ...], target: str, defines: tuple[
     """
     program = program.code()
     source = unit(program, dtypes, "cuda")
+    backward = isinstance(program, BackwardProgram)
 
     def build_in(folder: Path) -> None:
         nvcc, host, ffi = find_nvcc(settings), find_host_compiler(settings), find_tvm_ffi()
@@ -112,7 +135,7 @@ def spec(program: Program, dtypes: tuple[str, ...], target: str, defines: tuple[
             "program": repr(program),
             "dtypes": dtypes,
             "arch": target,
-            "sources": source_hash(*_SOURCES),
+            "sources": source_hash(*(_BACKWARD_SOURCES if backward else _SOURCES)),
             "unit": source,
             "defines": defines,
             "tvm_ffi": tvm_ffi_version(),

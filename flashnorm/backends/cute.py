@@ -16,9 +16,9 @@ from flashnorm.jit.env import BuildError, Missing
 from flashnorm.jit.link import find_linker, link_object, load_linked
 from flashnorm.jit.spec import ENTRY_POINT, safe_name
 from flashnorm.jit.toolchain import find_tvm_ffi, tvm_ffi_version
-from flashnorm.kernels.plans import plans_for
+from flashnorm.kernels.launch import plans_for
 from flashnorm.kernels.tile import sm_of
-from flashnorm.program import Cast, SaveRstd, Variant
+from flashnorm.program import BackwardProgram, Cast, SaveRstd, Variant
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SHORT = {
@@ -91,8 +91,12 @@ def spec(variant: Variant, target: str) -> ArtifactSpec:
         if linker and dsl.runtime is not None:
             link_object(folder, linker, dsl, ffi)
 
-    program = variant.row_program
-    stages = "_".join(type(stage).__name__ for stage in program.stages() if not isinstance(stage, (Cast, SaveRstd)))
+    program = variant.program
+    if isinstance(program, BackwardProgram):
+        stages = f"{program.norm}_backward"
+    else:
+        steps = (stage for stage in variant.row_program.stages() if not isinstance(stage, (Cast, SaveRstd)))
+        stages = "_".join(type(stage).__name__ for stage in steps)
     dtypes = "_".join(dict.fromkeys(_SHORT.get(d, d) for d in variant.dtypes))
     return ArtifactSpec(
         name=safe_name("cute", stages, dtypes, variant.hidden_size, target),

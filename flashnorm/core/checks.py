@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashnorm.core import layout
-from flashnorm.program import FLOATS, SCALES, TAILED, TILE_ROWS, BlockScales, Operand, Program, QkNormRope, RowProgram
+from flashnorm.program import (
+    FLOATS,
+    SCALES,
+    TAILED,
+    TILE_ROWS,
+    BackwardProgram,
+    BlockScales,
+    Operand,
+    Program,
+    QkNormRope,
+    RowProgram,
+    partials,
+)
 
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
@@ -123,11 +135,12 @@ def check_tensors(op: Op, program: Program, tensors: Sequence[Any]) -> None:
     """Dtypes, devices and shapes of one call, by the operands that its program has."""
     x = tensors[0]
     kinds = {operand.name: operand for operand in program.operands()}
+    store = program.store if isinstance(program, RowProgram) else None
     if isinstance(program, QkNormRope):
         if complaint := program.complaint(tuple(x.shape)):
             raise ValueError(f"{op.called}: {op.label(op.operands[0])} {complaint}")
-    elif isinstance(program.store, BlockScales) and program.store.whole:
-        check_whole_blocks(op, x.shape[-1], program.store.block)
+    elif isinstance(store, BlockScales) and store.whole:
+        check_whole_blocks(op, x.shape[-1], store.block)
     index = tensors[op.index("row_index")] if "row_index" in kinds else None
     rows = tuple(x.shape[:-1] if index is None else index.shape)
     for each, tensor in zip(op.operands, tensors, strict=True):
@@ -142,8 +155,8 @@ def check_tensors(op: Op, program: Program, tensors: Sequence[Any]) -> None:
             raise ValueError(f"{op.called}: {op.label(operand)} is on {tensor.device}, but {first} on {x.device}")
         _check_shape(op, operand, tensor, x, rows)
         if operand.kind in SCALES:
-            assert isinstance(program, RowProgram) and isinstance(program.store, BlockScales)
-            count, columns = math.prod(rows), program.store.columns(x.shape[-1], operand.kind)
+            assert isinstance(store, BlockScales)
+            count, columns = math.prod(rows), store.columns(x.shape[-1], operand.kind)
             size, _ = scales_view(op, program, operand, tensor, count, x.shape[-1])
             # Tiles have been compared with the rows already.
             if operand.kind == "blocks" and (len(size) != 2 or size[0] < count or size[1] != columns):
@@ -151,6 +164,20 @@ def check_tensors(op: Op, program: Program, tensors: Sequence[Any]) -> None:
                     f"{op.called}: {op.label(operand)} must hold {columns} values for each of {count} rows, "
                     f"got shape {tuple(tensor.shape)}"
                 )
+        if operand.kind == "workspace":
+            assert isinstance(program, BackwardProgram)
+            dweight = tensors[op.index("dweight")] if program.dweight else None
+            _check_workspace(op, operand, tensor, program.sums, x.shape[-1], dweight)
+
+
+def _check_workspace(op: Op, operand: Operand, tensor: Any, sums: int, hidden: int, dweight: Any) -> None:
+    weight_rows = 1 if dweight is None else dweight.numel() // hidden
+    needed = sums * partials(weight_rows, hidden) * weight_rows * hidden
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() < needed:
+        raise ValueError(
+            f"{op.called}: {op.label(operand)} must be one contiguous dimension of at least {needed} elements, "
+            f"got shape {tuple(tensor.shape)}"
+        )
 
 
 def scales_view(

@@ -20,10 +20,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def operators() -> dict[str, Op]:
-    """Every operator by name: the public ones, and those that stand behind them."""
-    from flashnorm.core.op import ALL
+    """Every operator by name: the public ones, those that stand behind them, and their gradients."""
+    from flashnorm.core.op import ALL, BACKWARD
 
-    return dict(ALL)
+    return ALL | BACKWARD
 
 
 def plain_variant(op: Op, dtype: torch.dtype, hidden_size: int, options: dict[str, Any]) -> Variant:
@@ -33,6 +33,7 @@ def plain_variant(op: Op, dtype: torch.dtype, hidden_size: int, options: dict[st
     """
     options = {**{key: next(iter(values.values())) for key, values in op.options.items()}, **options}
     left_out = {o.name for o in op.operands if o.name in op.by_value or (o.name in op.optional and o.mode == "out")}
+    left_out -= set(op.plainly)
     left_out.add("input_scale")  # rows are of the given dtype, not int8
     program = op.program(frozenset(o.name for o in op.operands) - left_out, options)
     plain = str(dtype).removeprefix("torch.")

@@ -23,6 +23,7 @@ from flashnorm.program import TAILED
 
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
+    from flashnorm.program import Operand
 
 MAX_SIZES = 8192  # of the warm path; past it all are forgotten, and made again from loaded kernels
 MAX_CHAIN = 8  # guarded launches for one size
@@ -64,18 +65,19 @@ TEMPLATE = """\
 def {name}{signature}:
 {positional}{eager}
     try:
+        if grad_enabled() and ({requires_grad}):
+            return cold({forward})
         {allocate}
         entries = recent.get({x}.numel(), ())
     except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensor: the function behind says what
         return cold({forward})
     try:
-        for {state_seen}, {scalars_seen}, launch in entries:
+        for {entry}, launch in entries:
             if (
                 {state}
                 and {scalars}
                 and {plain}
                 and (enable_pdl is None or enable_pdl.__class__ is bool)
-                and not (grad_enabled() and ({requires_grad}))
                 and launch({arguments})
             ):
                 {versions}
@@ -135,6 +137,7 @@ def warm(
     allocate = [f"{name}_tensor, {scalar} = {_spread(op, name, local[name])}" for name, scalar in spread.items()]
     numbers = (s for s in op.scalars if s not in given and s not in spread.values())
     allocate += [f"{s} = {names[s]}" for s in numbers]
+    follows = " or ".join(_requires_grad(op, o, local[o.name]) for o in op.operands if local[o.name] in given)
     given |= {f"{name}_tensor" for name in spread}
     local |= {name: f"{name}_tensor" for name in spread}
     x = local[op.operands[0].name]
@@ -166,18 +169,18 @@ def warm(
         eager=EAGER.format(unless=_elsewhere(unless, only or {})) if eager else "",
         allocate="; ".join(allocate) or "pass",
         x=x,
-        state_seen=", ".join(f"{name}_seen" for name in (*state, "forced")),
+        entry=", ".join(f"{name}_seen" for name in (*state, "forced", *op.scalars)),
         state=" and ".join((*(_same(name) for name in state), "forced_here() is forced_seen")),
-        scalars_seen=", ".join(f"{s}_seen" for s in op.scalars),
         scalars=" and ".join(
             f"({s} is {s}_seen or {s}.__class__ is float and {least(s)!r} <= {s} <= {FLT_MAX!r})" for s in op.scalars
-        ),
+        )
+        or "True",
         plain=" and ".join(
             f"{maybe(o.name, _plain(local[o.name]), 'True')}"
             for o in op.operands
             if o.name not in asked and local[o.name] in given
         ),
-        requires_grad=" or ".join(maybe(o.name, f"{local[o.name]}.requires_grad", "False") for o in op.operands),
+        requires_grad=follows,
         tensors=", ".join(local.values()),
         arguments=", ".join((*op.scalars, "enable_pdl is not False", *local.values())),
         versions=_bumps([(local[n], n in op.optional) for n in written if n not in asked and local[n] in given]),
@@ -217,6 +220,14 @@ def _named(cold: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
         return cold(*args, **{name: value for name, value in more.items() if value is not ABSENT})
 
     return call
+
+
+def _requires_grad(op: Op, operand: Operand, name: str) -> str:
+    """Whether autograd follows an operand. Asked first: a call that is recorded wants no output allocated for it."""
+    if operand.name in op.by_value:
+        return f"getattr({name}, 'requires_grad', False)"
+    absent = operand.name in op.optional or (operand.mode == "out" and operand.like)
+    return f"({name} is not None and {name}.requires_grad)" if absent else f"{name}.requires_grad"
 
 
 def _spread(op: Op, name: str, parameter: str) -> str:

@@ -20,6 +20,7 @@ from flashnorm.program import ENCODED, Operand, Program, RowProgram
 F = TypeVar("F", bound=Callable[..., Any])
 OPS: dict[str, Op] = {}  # the operators that are public functions, by name
 ALL: dict[str, Op] = {}  # and those that stand behind them
+BACKWARD: dict[str, Op] = {}  # those that are no row programs: gradients
 NUMERICS = {
     "flashinfer": "flashinfer",
     "hf-llama": "hf-llama",
@@ -55,6 +56,7 @@ class Op:
             one overwrites. Compilers get that one: they have been seen to drop a clone and hand one tensor
             in twice where two arguments are mutated.
         by_rows: its program is a row program.
+        plainly: optional outputs that a plain call asks for; the others it leaves out.
         public: is a public function of the package under this name.
         called: the public function that users know it by, where that has another name.
     """
@@ -74,6 +76,7 @@ class Op:
         blocks: Callable[[Any, int], tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
         returns: Sequence[str] | None = None,
         functional: Op | None = None,
+        plainly: Sequence[str] = (),
         public: bool = True,
         called: str = "",
     ) -> None:
@@ -90,6 +93,7 @@ class Op:
         numbers = {number: called_so.get(name, name) for name, (number, _) in self.by_value.items()}
         self.labels = {"x": "input", **numbers, **called_so}
         self.functional = functional
+        self.plainly = tuple(plainly)
         first = {key: next(iter(values.values())) for key, values in options.items()}
         full = program(_Everything(), first)
         self.by_rows = isinstance(full, RowProgram)
@@ -105,7 +109,7 @@ class Op:
         self._warm_calls: fastpath.Recent = {}
         self._warm_kernels: fastpath.Recent = {}
         self._define()
-        ALL[name] = self
+        (ALL if isinstance(full, RowProgram) else BACKWARD)[name] = self
         if public:
             OPS[name] = self
 
@@ -235,7 +239,7 @@ class Op:
             return self._result(tensors)
         mine = dict(zip((o.name for o in self.operands), tensors, strict=True))
         new = {o.name: torch.empty_like(mine[o.like]) for o in self.functional.operands if o.mode == "out" and o.like}
-        given = [new[o.name] if o.name in new else mine[o.name] for o in self.functional.operands]
+        given = [new.get(o.name, mine.get(o.name)) for o in self.functional.operands]
         self.functional._dispatch(given, scalars, options, enable_pdl)
         for o in self.functional.operands:
             if o.name in new and o.like:

@@ -67,6 +67,8 @@ def normalise(op: Op, program: Program, tensors: Sequence[torch.Tensor | None]) 
     for operand, tensor, place in zip(operands, given, placed, strict=True):
         if operand.kind in SCALES:
             size, stride = scales_view(op, program, operand, tensor, math.prod(rows), hidden)
+        elif operand.kind == "workspace":
+            size, stride = tuple(tensor.shape), (1,)
         else:
             size, stride = place.view(pool_sizes if operand.kind in _POOLS else sizes)
         raw = operand.carried(dtype_name(tensor)) != dtype_name(tensor)
@@ -165,7 +167,7 @@ class _Place:
 def _place(operand: Operand, tensor: torch.Tensor, grid: tuple[int, ...], hidden: int) -> _Place:
     if operand.kind == "pairs":
         hidden //= 2
-    if operand.kind in ("scalar", *SCALES):
+    if operand.kind in ("scalar", "workspace", *SCALES):
         return _Place(operand, (), hidden, ())
     if operand.kind in TAILED:
         return _place_tail(operand, tensor, grid if operand.kind == "heads" else ())

@@ -24,7 +24,7 @@ from flashnorm.core.operands import Launch, View, grid_of, leading_arguments, no
 from flashnorm.core.tools import tools
 from flashnorm.jit import JitError, LoadError, MissingArtifact
 from flashnorm.jit.arch import device_arch
-from flashnorm.program import SCALES, Program, Variant
+from flashnorm.program import SCALES, Operand, Program, Variant
 
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
@@ -79,7 +79,7 @@ def make_plan(op: Op, tensors: Sequence[torch.Tensor | None], options: dict[str,
     operands, leading = program.operands(), tuple(leading_arguments(op, program))
     grid = grid_of(operands, [tensors[op.index(o.name)] for o in operands])
     if 0 in grid:
-        return Plan(_nothing, None, leading, (), x.device, dispatch.Explanation(op.name, None, ()))
+        return Plan(_no_rows(op, operands), None, leading, (), x.device, dispatch.Explanation(op.name, None, ()))
     variant, views = normalise(op, program, tensors)
     explanation, kernel = _serve(op, variant, devices.facts(x.device), x.device)
     if explanation.route == "torch":
@@ -105,7 +105,20 @@ def unbuilt() -> frozenset[str]:
 
 # ------------------------------------------------------------------ launches
 def _nothing(*_: Any) -> None:
-    """No rows: nothing to do."""
+    """Nothing to do."""
+
+
+def _no_rows(op: Op, operands: Sequence[Operand]) -> Launch:
+    """Without rows, only sums over rows are written: zeros."""
+    sums = [len(op.scalars) + 1 + op.index(o.name) for o in operands if o.kind == "vec" and o.written]
+    if not sums:
+        return _nothing
+
+    def run(*args: Any) -> None:
+        for i in sums:
+            args[i].zero_()
+
+    return run
 
 
 def _reference_launch(op: Op, program: Program, options: dict[str, Any], rows: int) -> Launch:

@@ -3,6 +3,7 @@
     from flashnorm.integrations.transformers import patch, unpatch
 
     patch(model)
+    model(**batch).loss.backward()
     with torch.no_grad():
         model.generate(...)
     unpatch(model)
@@ -13,9 +14,7 @@ same places as the original's; sums are taken in flashnorm's own fixed order, so
 differ (the contract's section on numerics bounds by how much).
 
 A call that the kernels do not serve runs the original forward, so nothing is lost and nothing raises:
-- a gradient is wanted (grad mode is on and the input or the weight requires one; a `torch.func`
-  transform or forward-mode differentiation is active). A model outside `torch.no_grad()` or
-  `torch.inference_mode()` whose parameters require gradients is therefore not accelerated;
+- a `torch.func` transform or forward-mode differentiation is active;
 - a tensor subclass (DTensor, fake tensors), a dtype other than fp32, fp16 and bf16, or a weight in
   another dtype than the input where the original would return the wider one;
 - a LayerNorm over several dimensions, or under autocast, which wants it in fp32.
@@ -205,10 +204,8 @@ def _bound_original(function: Any, module: nn.Module) -> bool:
 
 
 def _serves(x: Tensor, given: tuple[Tensor | None, ...], op: str) -> bool:
-    """Whether a kernel may take this call: the same result, and no gradient or transform to lose."""
+    """Whether a kernel may take this call: the same result, and no transform to lose."""
     present = [t for t in given if t is not None]
-    if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in present)):
-        return False
     if x.dtype not in _DTYPES or any(t.dtype not in _DTYPES for t in present):
         return False
     if op != "gemma_rmsnorm" and any(t.dtype != x.dtype for t in present):

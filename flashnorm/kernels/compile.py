@@ -10,10 +10,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from flashnorm.kernels.plans import plans_for
+from flashnorm.kernels.launch import plans_for
+from flashnorm.kernels.row_backward import RowBackward
 from flashnorm.kernels.row_forward import RowForward
 from flashnorm.kernels.tile import WIDTH, converts_fp4, sm_of
-from flashnorm.program import SCALES, BlockScales, Operand, Variant
+from flashnorm.program import SCALES, BackwardProgram, BlockScales, Operand, Variant
 
 ENTRY_POINT = "launch"
 _TRACING = threading.Lock()  # the DSL traces one function at a time in a process
@@ -59,6 +60,8 @@ class Sizes:
 def fake(operand: Operand, variant: Variant, sizes: Sizes):
     """A tensor that is not there: H is fixed, every other extent and every outer stride is a 64-bit unknown."""
     name, hidden = variant.dtype(operand.name), variant.hidden_size
+    if operand.kind == "workspace":
+        return make_fake_tensor(DTYPES[name], (cute.sym_int64(),), stride=(1,), assumed_align=16)
     outer: tuple = sizes.outer
     if operand.kind in SCALES:
         store = variant.row_program.store
@@ -95,7 +98,11 @@ def compile_variant(variant: Variant, arch: str, *, plans=None, inspect: bool = 
     if unknown:
         raise ValueError(f"dtypes must be among {sorted(DTYPES)}, got {unknown}")
     plans = plans or plans_for(variant, arch)
-    kernel = RowForward(variant, plans, sm_of(arch), converts_fp4(arch))
+    kernel: RowForward | RowBackward
+    if isinstance(variant.program, BackwardProgram):
+        kernel = RowBackward(variant, plans, sm_of(arch))
+    else:
+        kernel = RowForward(variant, plans, sm_of(arch), converts_fp4(arch))
     sizes = Sizes(tuple(cute.sym_int64() for _ in range(variant.row_rank)), cute.sym_int64())
     operands = [fake(o, variant, sizes) for o in variant.program.operands()]
     scalars = [cutlass.Float32(0.0) for _ in variant.program.scalars()]

@@ -44,17 +44,20 @@ class Frame:
         row: the row's number in the flattened grid; beyond the last row where the grid is larger.
         row_ok: whether there is such a row (int32), or None where that is certain.
         padded: whether the grid may be larger than the rows, for the padding of a "blocks" operand.
+        cta: the number of the CTA, or of its cluster.
         row_in_cta: which of the CTA's rows this thread works on.
         thread: the thread's number among all that share the row (over the whole cluster).
         pool_ok: whether the row's index lies in the pool (int32), or None where rows are not picked.
         held: what a load stage keeps for the later passes, by round (hold="registers").
         native_fp4: the target has conversions to e2m1.
         scalars: the launch's fp32 values by name.
+        mailbox: where exchanges over a cluster arrive and the phase to wait for, or None for the cluster's barrier.
     """
 
     native_fp4 = False
+    mailbox: tuple | None = None
 
-    def __init__(self, tile, variant, sm, tensors, tid, bid, shared_base):
+    def __init__(self, tile, variant, sm, tensors, tid, bid, shared_base, needs=None):
         self.tile, self.variant, self.sm, self.tensors, self.tid = tile, variant, sm, tensors, tid
         self.operands = {o.name: o for o in variant.program.operands()}
         self.held: dict = {}
@@ -67,11 +70,12 @@ class Frame:
         self.row_in_cta, within = (Int32(0), tid) if tile.rows == 1 else (tid // Int32(t), tid % Int32(t))
         block = bid if c == 1 else bid // Int32(c)  # the CTAs of a cluster are consecutive
         self.thread = within if c == 1 else within + bid % Int32(c) * Int32(t)
-        needs = needs_of(variant)
+        needs = needs_of(variant) if needs is None else needs
         self.tight = needs.narrow or needs.dense  # where instructions are the limit, and registers are not
         self._exchange_base = shared_base + self.row_in_cta * Int32(needs.exchanges * tile.blocks * 4)
         self.stage_base = shared_base + Int32(tile.exchange_bytes(needs)) + tid * Int32(SLOT)
-        self._block = block
+        self.cta = block
+        self.coords: tuple = ()
         self._place_row(0)
 
     def following(self, turn):
@@ -95,7 +99,7 @@ class Frame:
         plain = self.variant.row_rank == 1
         self._count = row_count(tensor, self.variant.row_rank)
         self.next_pass()
-        self.row, self.row_ok = Int64(self._block) * Int64(self.tile.all_rows) + Int64(self.row_in_cta), None
+        self.row, self.row_ok = Int64(self.cta) * Int64(self.tile.all_rows) + Int64(self.row_in_cta), None
         if turn:
             self.row = self.row + Int64(turn * self.tile.rows)
         row = self.row
@@ -191,7 +195,7 @@ class Frame:
             return row
         return self.pool_ok if row is None else self.pool_ok & row
 
-    def _guard(self, j, here):
+    def guard(self, j, here):
         """The predicates of round j, narrowed to rows that are `here` (int32 or None)."""
         full, tail = self.mask(j)
         if here is not None:
@@ -264,7 +268,7 @@ class Frame:
         """Issue the loads of some rounds; `raw` hands them out."""
         dtype = self.variant.dtype(name)
         for j in rounds:
-            guard = self._guard(j, self._readable(name))
+            guard = self.guard(j, self._readable(name))
             shared = self.operands[name].kind == "vec" and name not in self.by_row
             streaming = self.tile.streaming and not shared and self.tile.hold != "global"
             self._raw[name, j] = memory.load_group(
@@ -308,12 +312,12 @@ class Frame:
     # ------------------------------------------------------------------ stores
     def store(self, name, j, regs):
         dtype = self.variant.dtype(name)
-        guard = self._guard(j, self.row_ok)
+        guard = self.guard(j, self.row_ok)
         memory.store_group(self._address(name, j), regs, dtype, self.tile.vec, **guard, streaming=self.tile.streaming)
 
     def store_pairs(self, name, j, reg):
         """The codes of a group; a row of them is whole groups."""
-        full = self._guard(j, self.row_ok)["full"]
+        full = self.guard(j, self.row_ok)["full"]
         memory.store_pairs(self._address(name, j), reg, self.tile.vec, full)
 
     def store_per_row(self, name, value):

@@ -134,6 +134,23 @@ def store_f32(addr, value, pred):
     )
 
 
+def store_floats(addr, values, pred):
+    """One or four fp32 values, where `pred` holds."""
+    n = len(values)
+    vector, body = (".v4", "{$1, $2, $3, $4}") if n == 4 else ("", "$1")
+    code = f"{{ .reg .pred p; setp.ne.b32 p, ${n + 1}, 0; @p st.global{vector}.b32 [$0], {body}; }}"
+    asm(None, code, ",".join(["l"] + ["f"] * n + ["r"]), (addr, *values, pred), effect=True)
+
+
+def store_one(addr, reg, dtype, pred):
+    """One element of 16 or 32 bits, the low half of a register or all of it, where `pred` holds."""
+    short = WIDTH[dtype] == 2
+    text = (
+        ".reg .b16 lo, hi; mov.b32 {lo, hi}, $1; @p st.global.b16 [$0], lo;" if short else "@p st.global.b32 [$0], $1;"
+    )
+    asm(None, f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; {text} }}", "l,r,r", (addr, reg, pred), effect=True)
+
+
 def store_byte(addr, value, pred):
     """The low byte of an int32."""
     code = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.u8 [$0], $1; }"
@@ -185,6 +202,12 @@ def stage_group(slot, plane, addr, dtype, vec, valid_bytes=None):
     asm(None, "{ " + " ".join(lines) + " }", ",".join(["r", "l", "r"][: len(operands)]), operands, effect=True)
 
 
+def stage_word(slot, addr, pred):
+    """Start the copy of four bytes to shared memory where `pred` (int32) holds; +0 elsewhere, and nothing is read."""
+    code = "{ .reg .s32 n; shl.b32 n, $2, 2; cp.async.ca.shared.global [$0], [$1], 4, n; }"
+    asm(None, code, "r,l,r", (slot, addr, pred), effect=True)
+
+
 def stage_commit():
     """Close a batch of copies, for `stage_wait` to count."""
     asm(None, "cp.async.commit_group;", "", (), effect=True)
@@ -224,6 +247,15 @@ def read_floats(slot, count):
     return out
 
 
+def write_floats(slot, values, pred=None):
+    """Four fp32 values to a slot, where `pred` (int32 or None) holds."""
+    head, operands, names = _guards(5, pred, None)
+    code = f"{{ {head} {names.get('p', '')}st.shared.v4.f32 [$0], {{$1, $2, $3, $4}}; }}"
+    asm(
+        None, code, ",".join(["r", "f", "f", "f", "f"] + ["r"] * len(operands)), (slot, *values, *operands), effect=True
+    )
+
+
 def write_float(slot, value, pred):
     code = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.shared.f32 [$0], $1; }"
     asm(None, code, "r,f,r", (slot, value, pred), effect=True)
@@ -236,6 +268,41 @@ def write_remote_float(slot, rank, value, pred):
         "@p st.shared::cluster.f32 [a], $2; }"
     )
     asm(None, code, "r,r,f,r", (slot, rank, value, pred), effect=True)
+
+
+# ------------------------------------------------------------------ mailboxes
+# A barrier of the cluster waits for all stores of a thread, those of rows too. An mbarrier counts what arrives instead.
+def open_mailbox(box, pred):
+    """Make the mbarrier at `box`, of one arrival and counted bytes, by the thread for which `pred` holds."""
+    code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.init.shared::cta.b64 [$0], 1; }"
+    asm(None, code, "r,r", (box, pred), effect=True)
+
+
+def publish_mailboxes():
+    """Have the other CTAs of the cluster see mailboxes after their next barrier."""
+    asm(None, "fence.mbarrier_init.release.cluster;", "~{memory}", (), effect=True)
+
+
+def expect_bytes(box, count, pred):
+    """Say, by one thread, how many bytes the mailbox is to get before those who wait go on."""
+    code = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {count}; }}"
+    asm(None, code, "r,r", (box, pred), effect=True)
+
+
+def send_float(slot, rank, value, box, pred):
+    """Send to the same place in CTA `rank` of this cluster, and have its mailbox count it."""
+    code = (
+        "{ .reg .pred p; .reg .b32 a, b; setp.ne.b32 p, $4, 0; mapa.shared::cluster.u32 a, $0, $1; "
+        "mapa.shared::cluster.u32 b, $3, $1; "
+        "@p st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [a], $2, [b]; }"
+    )
+    asm(None, code, "r,r,f,r,r", (slot, rank, value, box, pred), effect=True)
+
+
+def await_mailbox(box, phase):
+    """Wait until all bytes of a phase (0 or 1, in turn) are there."""
+    code = "{ .reg .pred p; LOOK: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra DONE; bra LOOK; DONE: }"
+    asm(None, code, "r,r,~{memory}", (box, phase), effect=True)
 
 
 # ------------------------------------------------------------------ barriers and order between kernels

@@ -34,17 +34,18 @@ def _bit(tid, bit):
 class LaneSum:
     """The sum of one lane, whose groups are added in order; `square`: of the squares of its values."""
 
-    def __init__(self, square):
+    def __init__(self, square=False):
         self.square, self.acc = square, None
 
-    def add(self, group):
-        """Add a group of 8 fp32 values."""
-        if self.acc is None:
-            self.acc = [mul_rn(v, v) for v in group] if self.square else list(group)
-        elif self.square:
-            self.acc = [fma_rn(v, v, a) for v, a in zip(group, self.acc, strict=True)]
+    def add(self, group, factors=None):
+        """Add a group of 8 fp32 values, or their products with `factors`."""
+        factors = group if self.square else factors
+        if factors is None:
+            self.acc = list(group) if self.acc is None else [add_rn(v, a) for v, a in zip(group, self.acc, strict=True)]
+        elif self.acc is None:
+            self.acc = [mul_rn(v, f) for v, f in zip(group, factors, strict=True)]
         else:
-            self.acc = [add_rn(v, a) for v, a in zip(group, self.acc, strict=True)]
+            self.acc = [fma_rn(v, f, a) for v, f, a in zip(group, factors, self.acc, strict=True)]
 
     def skip(self):
         """Add a group that the row does not have: +0, which changes nothing but a sum of -0."""
@@ -168,9 +169,16 @@ def exchange(k, places, values, copy):
         memory.barrier(0 if tile.rows == 1 else (k.row_in_cta + Int32(1)).ir_value(), tile.threads_per_row)
         return
     # A warp holds 32 T / L copies of a block sum, T = threads of the row >= 32 * cluster_n: one for every CTA.
+    inside = (copy < Int32(tile.cluster_n)).to(Int32)
+    if k.mailbox is not None:
+        box, phase = (v.ir_value() for v in k.mailbox)
+        memory.expect_bytes(box, 4 * tile.blocks * len(values), (k.tid == Int32(0)).to(Int32).ir_value())
+        for place, value in zip(places, values, strict=True):
+            memory.send_float(place.ir_value(), copy.ir_value(), value, box, inside.ir_value())
+        memory.await_mailbox(box, phase)
+        return
     if k.first_exchange():
         memory.cluster_wait()  # every peer runs, so its shared memory exists (they arrived before their loads)
-    inside = (copy < Int32(tile.cluster_n)).to(Int32)
     for place, value in zip(places, values, strict=True):
         memory.write_remote_float(place.ir_value(), copy.ir_value(), value, inside.ir_value())
     memory.cluster_arrive()

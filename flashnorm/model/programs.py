@@ -31,6 +31,7 @@ from flashnorm.program import (
     Rms,
     Round,
     RowProgram,
+    SaveMeans,
     SaveRstd,
     ScaleShift,
     Silu,
@@ -61,10 +62,13 @@ def canonical(program: RowProgram, given: Tensors, scalars: Mapping[str, float])
     hidden, eps = h.shape[-1], fp32(scalars["eps"], h)
     match program.stats:
         case Rms():
+            means: tuple[Tensor, ...] = ()
             centred, square = h, div(canonical_sum(h, h), hidden)
         case MeanVar():
-            d = sub(h, div(canonical_sum(h), hidden).unsqueeze(-1))
+            first = div(canonical_sum(h), hidden)
+            d = sub(h, first.unsqueeze(-1))
             mean = div(canonical_sum(d), hidden)
+            means = first, mean
             square = fma(-mean, mean, div(canonical_sum(d, d), hidden)).clamp(min=0)
             centred = sub(d, mean.unsqueeze(-1))
         case _:
@@ -107,7 +111,7 @@ def canonical(program: RowProgram, given: Tensors, scalars: Mapping[str, float])
             made = gates.canonical_next(y, given, scalars)
         case _:
             raise NotImplementedError(f"no model of {program.store}")
-    return {**written, **made, **_saved(program, rstd)}
+    return {**written, **made, **_saved(program, rstd, means)}
 
 
 # ------------------------------------------------------------------ formula
@@ -132,9 +136,11 @@ def exact(
         h = given["x"].double() * gates.exact_activation(given["gate"], program.load.activation)
     match program.stats:
         case Rms():
+            means: tuple[Tensor, ...] = ()
             centred = h
         case MeanVar():
-            centred = h - h.mean(-1, keepdim=True)
+            means = h.mean(-1), torch.zeros_like(h[..., 0])
+            centred = h - means[0].unsqueeze(-1)
         case _:
             raise NotImplementedError(f"no formula for {program.stats}")
     rstd = (centred.square().mean(-1) + eps).rsqrt()
@@ -172,7 +178,7 @@ def exact(
             made = gates.exact_next(y, given, scalars, stored)
         case _:
             raise NotImplementedError(f"no formula for {program.store}")
-    return {name: t.double() for name, t in {**written, **made, **_saved(program, rstd)}.items()}
+    return {name: t.double() for name, t in {**written, **made, **_saved(program, rstd, means)}.items()}
 
 
 # ------------------------------------------------------------------ what both readers share: no arithmetic to speak of
@@ -212,8 +218,14 @@ def _gathered(pool: Tensor, index: Tensor) -> Tensor:
     return rows[torch.where((index < 0) | (index >= pool.shape[0]), pool.shape[0], index)]
 
 
-def _saved(program: RowProgram, rstd: Tensor) -> dict[str, Tensor]:
+def _saved(program: RowProgram, rstd: Tensor, means: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    found = {}
     for stage in program.saves:
-        if not isinstance(stage, SaveRstd):
-            raise NotImplementedError(f"no formula for {stage}")
-    return {"rstd": rstd} if program.saves else {}
+        match stage:
+            case SaveRstd():
+                found["rstd"] = rstd
+            case SaveMeans():
+                found |= dict(zip(("mean", "rest"), means, strict=True))
+            case _:
+                raise NotImplementedError(f"no formula for {stage}")
+    return found

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from flashnorm import reference
+from flashnorm.core import gradients, sharding
 from flashnorm.core.op import NUMERICS, Op
-from flashnorm.ops import programs
+from flashnorm.ops import differentiable, programs
 from flashnorm.program import Cast, MeanVar, Round, RowProgram
 
+Tensor = torch.Tensor
 _LABELS = {"weight": "gemma", "bias": "beta"}
+STATISTICS = ("mean", "rest", "rstd")
 _FLAG: dict[Any, str] = {False: "no", True: "yes", "no": "no", "yes": "yes"}
 
 
@@ -28,6 +31,7 @@ def _program(
         stats=MeanVar(),
         maps=maps,
         store=programs.quant_tensor(present) if quantised else Cast("x" if residual == "residual" else "out"),
+        saves=() if quantised or residual == "residual" else programs.saves(present),
     )
 
 
@@ -38,11 +42,11 @@ def _declare(name: str, formula: Callable[..., None], functional: Op | None = No
         program=functools.partial(_program, **kind),
         reference=formula,
         options={"numerics": NUMERICS} | ({"double_rounding": _FLAG} if quantised else {}),
-        optional=("weight", "bias", *(("scale",) if quantised else ())),
+        optional=("weight", "bias", "mean", "rest", "rstd", *(("scale",) if quantised else ())),
         routes=("cuda", "cpu", "torch") if quantised else ("cute", "cuda", "cpu", "torch"),
-        labels=_LABELS,
+        labels={"x": "x"} if residual == "h" else _LABELS,
         by_value=programs.SCALE if quantised else None,
-        returns=() if quantised else None,
+        returns=("out", "h") if residual == "h" else () if quantised else None,
         functional=functional,
         public=residual != "h",
     )
@@ -90,10 +94,31 @@ def layernorm(
     Raises:
         TypeError: for something that is no tensor, or an eps that is no number.
         ValueError: for a wrong dtype, shape, device, overlap or option, before anything is launched.
-        RuntimeError: where no route serves the device, or a gradient would be lost.
+        RuntimeError: where no route serves the device, or a gradient would be lost: with `out`, the call is not
+            differentiable.
     """
-    y: torch.Tensor = LAYERNORM.checked(input, gemma, beta, out, eps, numerics, enable_pdl)
+    y: torch.Tensor
+    if out is None and sharding.sharded(input, gemma, beta):
+        y = sharding.over_rows(layernorm, [input], [gemma, beta], eps, None, enable_pdl, numerics=numerics)
+        return y
+    if out is None and gradients.wanted(input, gemma, beta):
+        return DIFFERENTIABLE(input, None, gemma, beta, eps, numerics, enable_pdl)[0]
+    y = LAYERNORM.checked(input, gemma, beta, out, None, None, None, eps, numerics, enable_pdl)
     return y
+
+
+_with_statistics = LAYERNORM.behind()
+
+
+def _serve(
+    x: Tensor, _: None, weight: Any, bias: Any, eps: float, numerics: str, pdl: bool | None
+) -> tuple[Tensor, ...]:
+    """What a backward needs comes with the norm."""
+    statistics = [LAYERNORM.empty(name, x) for name in STATISTICS]
+    return _with_statistics(x, weight, bias, None, *statistics, eps, numerics, pdl), *statistics
+
+
+DIFFERENTIABLE = differentiable.layer(LAYERNORM, _serve)
 
 
 @FUSED_ADD_LAYERNORM.warm()

@@ -11,7 +11,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flashnorm.core.op import NUMERICS, Op
-from flashnorm.program import AddResidual, Affine, AffineBias, Bias, LoadRow, QuantTensor, Round, RowProgram, Stage
+from flashnorm.program import (
+    AddResidual,
+    Affine,
+    AffineBias,
+    Bias,
+    LoadRow,
+    QuantTensor,
+    Round,
+    RowProgram,
+    SaveMeans,
+    SaveRstd,
+    Stage,
+)
 
 Present = frozenset[str]
 Options = Mapping[str, Any]
@@ -44,6 +56,12 @@ def layer_maps(present: Present) -> tuple[Stage, ...]:
     if "bias" not in present:
         return (Affine(),) if "weight" in present else ()
     return (AffineBias(),) if "weight" in present else (Bias(),)
+
+
+def saves(present: Present) -> tuple[Stage, ...]:
+    """The statistics that somebody asks for."""
+    means = (SaveMeans(),) if "mean" in present else ()
+    return (*means, SaveRstd()) if "rstd" in present else means
 
 
 def quant_tensor(present: Present) -> QuantTensor:

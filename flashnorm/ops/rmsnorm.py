@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from flashnorm import reference
+from flashnorm.core import gradients, sharding
 from flashnorm.core.op import Op
-from flashnorm.ops import programs
+from flashnorm.ops import differentiable, programs
 from flashnorm.ops.rows import check_index, new_out
 from flashnorm.program import Cast, Rms, RowProgram, SaveRstd
 
@@ -25,7 +26,7 @@ def _program(
         stats=Rms(),
         maps=programs.rms_maps(present, options, offset),
         store=Cast("x" if residual == "residual" else "out"),
-        saves=(SaveRstd(),) if residual is None and "rstd" in present else (),
+        saves=(SaveRstd(),) if residual != "residual" and "rstd" in present else (),
     )
 
 
@@ -40,8 +41,9 @@ RMSNORM = _declare("rmsnorm")
 RMSNORM_ROWS = _declare("rmsnorm_rows", rows=True)
 GEMMA_RMSNORM = _declare("gemma_rmsnorm", offset=1.0)
 GEMMA_RMSNORM_ROWS = _declare("gemma_rmsnorm_rows", offset=1.0, rows=True)
-ADD_RMSNORM = _declare("add_rmsnorm", residual="h")
-GEMMA_ADD_RMSNORM = _declare("gemma_add_rmsnorm", residual="h", offset=1.0)
+_RESULTS: dict[str, Any] = {"labels": {"x": "x"}, "returns": ("out", "h")}
+ADD_RMSNORM = _declare("add_rmsnorm", residual="h", **_RESULTS)
+GEMMA_ADD_RMSNORM = _declare("gemma_add_rmsnorm", residual="h", offset=1.0, **_RESULTS)
 FUSED_ADD_RMSNORM = _declare("fused_add_rmsnorm", ADD_RMSNORM, residual="residual")
 GEMMA_FUSED_ADD_RMSNORM = _declare("gemma_fused_add_rmsnorm", GEMMA_ADD_RMSNORM, residual="residual", offset=1.0)
 
@@ -128,12 +130,19 @@ def rmsnorm(
         TypeError: for something that is no tensor, or an eps that is no number.
         ValueError: for a wrong dtype, shape, device, overlap or option, before anything is launched; for a bad
             `row_index` on the CPU.
-        RuntimeError: where no route serves the device, or a gradient would be lost.
+        RuntimeError: where no route serves the device, or a gradient would be lost: with `out`, `row_index` or
+            `input_scale`, the call is not differentiable.
     """
     result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     if row_index is not None or input_scale is not None:
         more: dict[str, Any] = {"numerics": numerics, "return_rstd": return_rstd}
         result = _RMSNORM_ROWS(input, weight, out, row_index, input_scale, eps, enable_pdl, **more)
+    elif out is None and sharding.sharded(input, weight):
+        result = sharding.over_rows(
+            rmsnorm, [input], [weight], eps, None, enable_pdl, numerics=numerics, return_rstd=return_rstd
+        )
+    elif out is None and gradients.wanted(input, weight):
+        result = _recorded(DIFFERENTIABLE[0.0], return_rstd, input, weight, eps, numerics, enable_pdl)
     else:
         result = _checked(RMSNORM, (input, weight, out), input, return_rstd, eps, numerics, enable_pdl)
     return result
@@ -162,9 +171,45 @@ def gemma_rmsnorm(
     if row_index is not None or input_scale is not None:
         more: dict[str, Any] = {"numerics": numerics, "return_rstd": return_rstd}
         result = _GEMMA_RMSNORM_ROWS(input, weight, out, row_index, input_scale, eps, enable_pdl, **more)
+    elif out is None and sharding.sharded(input, weight):
+        result = sharding.over_rows(
+            gemma_rmsnorm, [input], [weight], eps, None, enable_pdl, numerics=numerics, return_rstd=return_rstd
+        )
+    elif out is None and gradients.wanted(input, weight):
+        result = _recorded(DIFFERENTIABLE[1.0], return_rstd, input, weight, eps, numerics, enable_pdl)
     else:
         result = _checked(GEMMA_RMSNORM, (input, weight, out), input, return_rstd, eps, numerics, enable_pdl)
     return result
+
+
+def _recorded(norm: gradients.Differentiable, return_rstd: bool, x: Any, weight: Any, *rest: Any) -> Any:
+    """The call that autograd records."""
+    y, rstd = norm(x, None, weight, None, *rest)
+    return (y, rstd) if return_rstd else y
+
+
+def _serve(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """The public function, as `gradients` calls it."""
+
+    def serve(x: Tensor, _: None, weight: Any, __: None, eps: float, numerics: str, pdl: Any) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = function(x, weight, eps, None, pdl, numerics=numerics, return_rstd=True)
+        return result
+
+    return serve
+
+
+DIFFERENTIABLE = {
+    0.0: differentiable.rms(RMSNORM, _serve(rmsnorm), 0.0),
+    1.0: differentiable.rms(GEMMA_RMSNORM, _serve(gemma_rmsnorm), 1.0),
+}
+
+
+def recorded(offset: float, x: Any, weight: Any, eps: float, numerics: str, in_place: bool) -> Tensor:
+    """`rmsnorm` (offset 0) or `gemma_rmsnorm` (1), whose backward may overwrite the gradient that it is given."""
+    if in_place and gradients.wanted(x, weight) and not sharding.sharded(x, weight):
+        return DIFFERENTIABLE[offset](x, None, weight, None, eps, numerics, None, in_place=True)[0]
+    y = (gemma_rmsnorm if offset else rmsnorm)(x, weight, eps, numerics=numerics)
+    return cast(Tensor, y)
 
 
 @FUSED_ADD_RMSNORM.warm()

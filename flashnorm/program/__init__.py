@@ -6,8 +6,8 @@ dataclass here, and a `RowProgram` is four of them (plus what is saved for a bac
 hash and repr of a program *are* the cache key of its kernels, and its operand list is the order
 in which every route takes its tensors: nothing about a kernel is written down a second time.
 
-`operand.py` says what operands and stages are, `stages.py` and `stores.py` have the stages. `qk.py` has the program
-that is no row program.
+`operand.py` says what operands and stages are, `stages.py` and `stores.py` have the stages. `backward.py` is the same
+for gradients and `qk.py` for Q, K and V of attention: kernels of their own, which are no row programs.
 
 Pure data: no torch, no DSL, no CUDA. Dtypes are named by their `torch` attribute ("bfloat16").
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flashnorm.program.backward import BackwardProgram, partials, workspace_floats
 from flashnorm.program.operand import (
     ENCODED,
     FLOATS,
@@ -54,6 +55,7 @@ from flashnorm.program.stages import (
     MixResidual,
     Rms,
     Round,
+    SaveMeans,
     SaveRstd,
     ScaleShift,
     Silu,
@@ -92,6 +94,7 @@ __all__ = [
     "AddResidual",
     "Affine",
     "AffineBias",
+    "BackwardProgram",
     "Bias",
     "BlockScales",
     "Cast",
@@ -117,13 +120,16 @@ __all__ = [
     "Rms",
     "Round",
     "RowProgram",
+    "SaveMeans",
     "SaveRstd",
     "ScaleShift",
     "Silu",
     "Stage",
     "Variant",
+    "partials",
     "rounding",
     "swizzled_offset",
+    "workspace_floats",
 ]
 
 
@@ -168,7 +174,7 @@ class RowProgram:
         return kernel
 
 
-Program = RowProgram | QkNormRope
+Program = RowProgram | QkNormRope | BackwardProgram
 
 
 @dataclass(frozen=True)
@@ -217,6 +223,11 @@ class Variant:
 
 
 def rounding(program: Program, dtypes: tuple[str, ...]) -> str:
-    """T of arithmetic.md: the input's dtype. An int8 input has the output's, else the weight's, else bfloat16."""
+    """T of arithmetic.md: the input's dtype. An int8 input has the output's, else the weight's, else bfloat16.
+
+    A backward sees T in the gradient of the output; what was normalised may have been stored in a residual's dtype.
+    """
     given = {operand.name: dtype for operand, dtype in zip(program.operands(), dtypes, strict=True)}
+    if isinstance(program, BackwardProgram):
+        return given["dout"]
     return next((given[name] for name in ("x", "out", "weight") if given.get(name) in FLOATS), "bfloat16")

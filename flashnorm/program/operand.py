@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal[
-    "row", "pairs", "pool", "vec", "per_row", "per_pool", "scalar", "blocks", "swizzled", "heads", "gain", "table"
-]
+    "row", "pairs", "pool", "vec", "per_row", "per_pool", "scalar", "blocks", "swizzled", "heads", "gain", "table",
+    "workspace",
+]  # fmt: skip
 Mode = Literal["in", "out", "inout"]
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -35,7 +36,8 @@ class Operand:
             each, in the tiles of 128 rows and 4 columns that block-scaled matrix products read (`swizzled_offset`),
             rows and columns rounded up to whole tiles with zeros. "heads" is [..., N, D], N heads of D elements for
             every point of the grid; "gain" is [N, D], a gain for each of their elements, or one [D] for all of them;
-            "table" is [P, R].
+            "table" is [P, R]. "workspace" is memory that a call uses for itself, in one dimension,
+            of any content before and after.
         mode: whether the kernel reads it, writes it, or both.
         dtypes: those it may have, by name.
         like: the operand whose dtype this one must have; an output may also be that very tensor.

@@ -228,3 +228,11 @@ class SaveRstd(Stage):
 
     def operands(self) -> tuple[Operand, ...]:
         return (Operand("rstd", "per_row", "out", ("float32",)),)
+
+
+@dataclass(frozen=True)
+class SaveMeans(Stage):
+    """m1 and m2 of `MeanVar`, fp32, one each a row: with them and rstd, n can be made again to the bit."""
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand("mean", "per_row", "out", ("float32",)), Operand("rest", "per_row", "out", ("float32",)))

@@ -26,6 +26,7 @@ canonical sum and are not bit-equal to this one.
 The functions trace under `torch.compile(fullgraph=True)` and on fake tensors: no value decides control flow.
 """
 
+from flashnorm.reference.backward import layernorm_backward, rmsnorm_backward
 from flashnorm.reference.dit import (
     fused_dit_gate_residual_layernorm_gamma_beta,
     fused_dit_gate_residual_layernorm_scale_shift,
@@ -87,8 +88,10 @@ __all__ = [
     "gated_residual_next_rmsnorm",
     "gated_residual_rmsnorm",
     "layernorm",
+    "layernorm_backward",
     "layernorm_quant",
     "rmsnorm",
+    "rmsnorm_backward",
     "rmsnorm_dynamic_quant",
     "rmsnorm_fp4quant",
     "rmsnorm_gate",

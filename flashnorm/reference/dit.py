@@ -36,7 +36,7 @@ def fused_dit_gate_residual_layernorm_gamma_beta(
         form: of the output: "" (the input's dtype), "nvfp4" or "mxfp8".
     """
     stored, h = _gated(**given)
-    y = norms.layer_norm(h, weight, bias, eps=eps)
+    y, _ = norms.layer_norm(h, weight, bias, eps=eps)
     rows.write((given["residual_out"], stored), *_made(y, form, **given))
 
 
@@ -59,7 +59,8 @@ def fused_dit_gate_residual_layernorm_scale_shift(
             global_scale_value, numerics, form: as in `fused_dit_gate_residual_layernorm_gamma_beta`.
     """
     stored, h = _gated(**given)
-    y = _modulated(norms.layer_norm(h, None, None, eps=eps), mod_scale, mod_scale_bias, shift, shift_bias)
+    n, _ = norms.layer_norm(h, None, None, eps=eps)
+    y = _modulated(n, mod_scale, mod_scale_bias, shift, shift_bias)
     rows.write((given["residual_out"], stored), *_made(y, form, **given))
 
 

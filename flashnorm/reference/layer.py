@@ -9,7 +9,18 @@ from torch import Tensor
 from flashnorm.reference import norms, quantise, rows
 
 
-def layernorm(*, x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, numerics: str) -> None:
+def layernorm(
+    *,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    mean: Tensor | None,
+    rest: Tensor | None,
+    rstd: Tensor | None,
+    eps: float,
+    numerics: str,
+) -> None:
     """out = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimension.
 
     Args:
@@ -17,10 +28,13 @@ def layernorm(*, x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Ten
         weight: broadcasts to x, last dimension H, any of the three dtypes; None for no weight.
         bias: the same; None for no bias.
         out: like x, written. May be x itself.
+        mean, rest, rstd: [...], fp32, written: the mean, the mean of the differences from it, and
+            1 / sqrt(var(x) + eps); None where nobody wants them.
         eps: a finite value >= 0, used as fp32.
         numerics: any mode: they differ where there is a residual.
     """
-    rows.write((out, norms.layer_norm(x.float(), weight, bias, eps=eps)))
+    y, saved = norms.layer_norm(x.float(), weight, bias, eps=eps)
+    rows.write(*_saves((mean, rest, rstd), saved), (out, y))
 
 
 def add_layernorm(
@@ -31,19 +45,27 @@ def add_layernorm(
     weight: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
+    mean: Tensor | None = None,
+    rest: Tensor | None = None,
+    rstd: Tensor | None = None,
     eps: float,
     numerics: str,
 ) -> None:
     """h = x + residual; out = layernorm(h).
 
     Args:
-        x, weight, bias, out, eps: those of `layernorm`.
+        x, weight, bias, out, mean, rest, rstd, eps: those of `layernorm`.
         residual: like x, of any of the three dtypes.
         h: like residual, written with the sum, rounded once. May be `residual` itself.
         numerics: "flashinfer" (norms the unrounded sum), "hf-llama", "hf-gemma" or "torch" (the stored one).
     """
     stored, total = rows.add(x, residual, numerics)
-    rows.write((h, stored), (out, norms.layer_norm(total, weight, bias, eps=eps)))
+    y, saved = norms.layer_norm(total, weight, bias, eps=eps)
+    rows.write((h, stored), *_saves((mean, rest, rstd), saved), (out, y))
+
+
+def _saves(targets: tuple[Tensor | None, ...], values: tuple[Tensor, ...]) -> list[tuple[Tensor | None, Tensor]]:
+    return [(target, value.squeeze(-1)) for target, value in zip(targets, values, strict=True)]
 
 
 def fused_add_layernorm(*, x: Tensor, residual: Tensor, **given: Any) -> None:
@@ -72,6 +94,6 @@ def layernorm_quant(
         scale_value: the scale as a number, used as fp32.
         double_rounding: "yes" or "no": whether the norm is rounded to x's dtype before it is divided.
     """
-    y = norms.layer_norm(x.float(), weight, bias, eps=eps)
+    y, _ = norms.layer_norm(x.float(), weight, bias, eps=eps)
     y = y.to(x.dtype).float() if double_rounding == "yes" else y
     rows.write((out, quantise.by_tensor(y, scale, scale_value, out.dtype)))

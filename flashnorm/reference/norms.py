@@ -51,8 +51,10 @@ def rms_norm(
     return n * weight.float(), rstd
 
 
-def layer_norm(h: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
-    """y, normalised, weighted and shifted; fp32.
+def layer_norm(
+    h: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """y, normalised, weighted and shifted, and both means and rstd with a last dimension of 1; fp32.
 
     The second mean takes out what the rounding of the first left in every element: for a row of 40000 ... 40003
     that is more than the row's own spread allows.
@@ -63,8 +65,11 @@ def layer_norm(h: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: fl
         bias: the same; None for no bias.
         eps: a finite value >= 0, used as fp32.
     """
-    d = h - h.mean(-1, keepdim=True)
-    d = d - d.mean(-1, keepdim=True)
-    y = d * torch.rsqrt(d.pow(2).mean(-1, keepdim=True) + eps)
+    mean = h.mean(-1, keepdim=True)
+    d = h - mean
+    rest = d.mean(-1, keepdim=True)
+    d = d - rest
+    rstd = torch.rsqrt(d.pow(2).mean(-1, keepdim=True) + eps)
+    y = d * rstd
     y = y if weight is None else y * weight.float()
-    return y if bias is None else y + bias.float()
+    return y if bias is None else y + bias.float(), (mean, rest, rstd)

@@ -51,6 +51,7 @@ def add_rmsnorm(
     out: Tensor,
     eps: float,
     numerics: str,
+    rstd: Tensor | None = None,
     offset: float = 0.0,
 ) -> None:
     """h = x + residual; out = rmsnorm(h) * (weight + offset).
@@ -63,11 +64,12 @@ def add_rmsnorm(
         out: like x, written. May be `x` itself.
         eps: a finite value >= 0, used as fp32.
         numerics: "flashinfer" (norms the unrounded sum), "hf-llama", "hf-gemma" or "torch" (the stored one).
+        rstd: [...], fp32, written with 1 / sqrt(mean(h^2) + eps); None where nobody wants it.
         offset: added to the weight in fp32; 1.0 in Gemma's forms.
     """
     stored, total = rows.add(x, residual, numerics)
-    y, _ = norms.rms_norm(total, weight, x.dtype, eps=eps, numerics=numerics, offset=offset, stored=h.dtype)
-    rows.write((h, stored), (out, y))
+    y, inverse = norms.rms_norm(total, weight, x.dtype, eps=eps, numerics=numerics, offset=offset, stored=h.dtype)
+    rows.write((h, stored), (rstd, inverse.squeeze(-1)), (out, y))
 
 
 def fused_add_rmsnorm(*, x: Tensor, residual: Tensor, **given: Any) -> None:

@@ -168,7 +168,7 @@ def options_of(op: Op, case: Case) -> dict[str, Any]:
 
 def program_of(op: Op, case: Case, device: torch.device) -> RowProgram:
     program = op.program(present(op, case, device), meant(op, case))
-    assert isinstance(program, RowProgram)
+    assert isinstance(program, RowProgram)  # gradients are no operators of their own (core.op.BACKWARD)
     return program
 
 

@@ -65,6 +65,7 @@ struct Cta {
   std::vector<uint4> dynamic;
   std::vector<Warp> warps;
   Barrier barrier;
+  Barrier rows[16];
 };
 
 struct Fiber {
@@ -184,9 +185,12 @@ inline void prefetch(const void*) {}
 inline void start_copy(uint4* to, const uint4* from) { *to = *from; }
 inline void start_copy(uint2* to, const uint2* from) { *to = *from; }
 inline void await_copies() {}
+inline void end_batch() {}
+inline void await_batches(int) {}
 
 inline void sync_warp() { shuffle(0.0f, 0); }
 inline void sync_cta() { emulation::wait(emulation::self->cta->barrier, emulation::cluster->threads); }
+inline void sync_row(int row, int threads) { emulation::wait(emulation::self->cta->rows[row], threads); }
 template <int kSums>
 Slots<kSums>& shared_slots() {
   static_assert(kSums <= emulation::kMostSums, "more room");

@@ -173,6 +173,14 @@ class Operands {
     return pointer<T>(t);
   }
 
+  // A "workspace" operand: memory in one dimension.
+  template <class T>
+  T* workspace(int index) {
+    const TensorView& t = checked<T>(index);
+    if (t.ndim() != 1 || (t.size(0) > 1 && t.stride(0) != 1)) shape_error(index);
+    return pointer<T>(t);
+  }
+
   // The tensor of an operand, which has to have this element type.
   template <class Element>
   const TensorView& checked(int index) const {

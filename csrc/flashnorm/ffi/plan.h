@@ -5,15 +5,9 @@
 #include <cstdint>
 
 #include "../row_forward.cuh"
+#include "facts.h"
 
 namespace flashnorm {
-
-// What the plan needs to know of a device.
-struct DeviceFacts {
-  int sm = 0;  // 90 for compute capability 9.0; what the code was compiled for, if that is less
-  int processors = 0;
-  int shared_memory = 0;  // bytes a CTA may have
-};
 
 // How a launch is split. No result depends on it.
 struct Plan {

@@ -37,9 +37,6 @@ void for_each_kernel(Visit&& visit) {
       TilesOf<Program>{});
 }
 
-// What a kernel takes of a CTA's shared memory besides the row: its slots, with room to spare.
-constexpr int kOwnSharedMemory = 1024;
-
 template <class Program>
 struct RowLaunch {
   RowKernel<Program> kernel;

@@ -79,6 +79,23 @@ struct MeanVar {
   }
 };
 
+// Both means of MeanVar, fp32, one each a row.
+template <class Options, class Mean, class Rest>
+struct SaveMeans {
+  PerRowRef<Mean> mean;
+  PerRowRef<Rest> rest;
+
+  FN_HOST_DEVICE void enter(Row row, int) {
+    mean.enter(row);
+    rest.enter(row);
+  }
+  template <class State>
+  FN_HOST_DEVICE void put(const State& state, Row row) const {
+    mean[row] = state.mean;
+    rest[row] = state.rest;
+  }
+};
+
 // rstd, fp32, one a row.
 template <class Options, class Dst>
 struct SaveRstd {

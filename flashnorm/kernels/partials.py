@@ -1,0 +1,129 @@
+"""Partial sums over rows: what workers leave in the workspace, and the kernel that folds them.
+
+A partial is H fp32 values. Those of one sum lie one after the other, for every weight row its own; the second sum
+(dbias) comes behind all of the first. Adding +0 changes no partial, which are never -0: those that nobody has written
+count as +0, and are not read.
+"""
+
+from cutlass import Int32, Int64
+
+from flashnorm.kernels import memory
+from flashnorm.kernels.codec import pack
+from flashnorm.kernels.fp import add_rn
+from flashnorm.kernels.reduce import butterfly, halve
+from flashnorm.kernels.tile import WARP, WIDTH
+
+GROUP = memory.GROUP
+SLICES = 32  # of the partials of a column, each added up by one thread; their sums are then a warp's
+BATCH = 16  # loads of a thread in flight
+PITCH = WARP + 1  # floats between the slices' sums: no two of a column in one bank
+FOLD_THREADS = WARP * SLICES
+FOLD_BYTES = SLICES * PITCH * 4
+
+
+# ------------------------------------------------------------------ what a CTA leaves
+def partial_address(k, part, index, sum_floats):
+    """int64 address of this thread's round 0 in a partial: number `index` (Int64) of sum `part`."""
+    at = index * Int64(k.tile.hidden_size) + Int64(part) * sum_floats
+    return k.tensors["workspace"].iterator.toint() + at * Int64(4)
+
+
+def leave(k, sums, flat, index, sum_floats, here=None):
+    """Write a worker's sums as partial `index`; `here` (int32 or None): whether there is such a worker."""
+    vec = min(4, k.tile.hidden_size & -k.tile.hidden_size)
+    for part in range(len(sums.parts)):
+        base = partial_address(k, part, index, sum_floats) + Int64(k.thread) * Int64(GROUP * 4)
+        for j in range(sums.width // GROUP):
+            at = part * sums.width + j * GROUP
+            address = (base + Int64(j * k.tile.threads * GROUP * 4)).ir_value()
+            regs = pack(flat[at : at + GROUP], "float32")
+            memory.store_group(address, regs, "float32", vec, **k.guard(j, here))
+
+
+def join_workers(k, sums, flat, index, sum_floats):
+    """Add the sums of a CTA's workers by halving, and write them as partial `index`."""
+    tile = k.tile
+    if tile.rows == 1:
+        leave(k, sums, flat, index, sum_floats)
+        return
+    if tile.stages:
+        memory.stage_wait(0)
+    pitch, width = tile.groups * GROUP * 4, 4 if tile.hidden_size % 4 == 0 else 1
+    own = k.fold_base + k.row_in_cta * Int32(pitch) + k.thread * Int32(GROUP * 4)
+    for part in range(len(sums.parts)):
+        memory.barrier(0, tile.num_threads)
+        for j in range(tile.rounds):
+            here = k.has_group(j)
+            for half in (0, 4):
+                at = part * sums.width + j * GROUP + half
+                slot = own + Int32((j * tile.threads * GROUP + half) * 4)
+                memory.write_floats(slot.ir_value(), flat[at : at + 4], None if here is None else here.ir_value())
+        memory.barrier(0, tile.num_threads)
+        base, items = partial_address(k, part, index, sum_floats), tile.hidden_size // width
+        for first in range(0, items, tile.num_threads):
+            item = k.tid + Int32(first)
+            inside = (item < Int32(items)).to(Int32)
+            item = item * inside
+            where = k.fold_base + item * Int32(width * 4)
+            each = [memory.read_floats((where + Int32(r * pitch)).ir_value(), width) for r in range(tile.rows)]
+            total = [halve([values[i] for values in each]) for i in range(width)]
+            memory.store_floats((base + Int64(item) * Int64(width * 4)).ir_value(), total, inside.ir_value())
+
+
+# ------------------------------------------------------------------ fold
+def folded(items, load):
+    """The values of some items joined by halving, a batch of loads at a time.
+
+    Until its last step, halving keeps items at even places from those at odd ones: each are a halving of their own.
+    """
+    if len(items) <= BATCH:
+        return halve([load(item) for item in items])
+    even = folded(items[0::2], load)
+    memory.warp_barrier()  # or ptxas begins with all loads, and spills
+    return add_rn(even, folded(items[1::2], load))
+
+
+def fold(variant, tensors, tid, bid, shared, most, live, weight_row, sum_floats):
+    """Add up the partials of 32 columns of one weight row's gradient, and store it.
+
+    Args:
+        variant, tensors: what is computed, and its operands by name.
+        tid, bid: 1024 threads; the blocks of all columns of dweight, then those of dbias, for each weight row.
+        shared: FOLD_BYTES of shared memory.
+        most: partials at most, a power of two from 32 on.
+        live: those that were written (Int64): of the others, none is read.
+        weight_row: the distance of two weight rows of dweight in elements (Int64), or None for one row.
+        sum_floats: fp32 values of all partials of a sum (Int64).
+    """
+    parts = [name for name in ("dweight", "dbias") if name in tensors]
+    hidden = variant.hidden_size
+    blocks = -(-hidden // WARP)
+    row, at = bid // Int32(blocks * len(parts)), bid % Int32(blocks * len(parts))
+    part = (at >= Int32(blocks)).to(Int32)
+    lane, warp = tid % Int32(WARP), tid // Int32(WARP)
+    first = (at - part * Int32(blocks)) * Int32(WARP)
+    column = first + lane
+    inside = (column < Int32(hidden)).to(Int32)
+    start = (Int64(row) * live) * Int64(hidden) + Int64(part) * sum_floats + Int64(column)
+    base = tensors["workspace"].iterator.toint() + start * Int64(4)
+
+    def load(q):
+        p = Int64(warp) + Int64(q * SLICES)
+        here = inside & (p < live).to(Int32)
+        return memory.load_one((base + p * Int64(4 * hidden)).ir_value(), "float32", here.ir_value())
+
+    total = folded(list(range(most // SLICES)), load)
+    slot = shared + (warp * Int32(PITCH) + lane) * Int32(4)
+    memory.write_float(slot.ir_value(), total, Int32(1).ir_value())
+    memory.barrier(0, FOLD_THREADS)
+    slot = shared + (lane * Int32(PITCH) + warp) * Int32(4)
+    (value,) = memory.read_floats(slot.ir_value(), 1)
+    total = butterfly(value, SLICES)
+    column = first + warp
+    mine = (lane == Int32(0)).to(Int32) & (column < Int32(hidden)).to(Int32)
+    for number, name in enumerate(parts):
+        dtype, tensor = variant.dtype(name), tensors[name]
+        where = Int64(column) if weight_row is None else Int64(column) + Int64(row) * weight_row
+        address = tensor.iterator.toint() + where * Int64(WIDTH[dtype])
+        pred = mine & (part == Int32(number)).to(Int32)
+        memory.store_one(address.ir_value(), pack([total, total], dtype)[0], dtype, pred.ir_value())

@@ -1,0 +1,139 @@
+"""Launch plans of the backward kernels: which tile for which row. Pure, as `plans` is.
+
+The streams of a sum (`program.partials`) are 2^20 / H where nothing clamps them: 8192 elements of rows that are worked
+on at the same time for each of 128 SMs. So a CTA has the workers of 8192 elements, 16 elements a thread, and there
+are 128 of it: one for each SM of the devices that matter here (an H200 has 132). What hides latency is the stages: two
+rows under way are 64 KiB an SM, and 4.8 TB/s with 700 ns want 26.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from flashnorm.kernels.plans import has_clusters
+from flashnorm.kernels.stream_tile import Again, Asks, Outer, StreamTile, Vectors, asks_of
+from flashnorm.kernels.tile import GROUP, WARP, Prefetch, lanes, shared_limit, sm_of
+from flashnorm.program import Variant, partials
+
+StreamPlans = tuple[tuple["int | None", StreamTile], ...]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a table says of a tile: threads of a CTA at most, elements of a row a thread, CTAs a row."""
+
+    threads: int
+    elements: int
+    cluster: int = 1
+    stages: int = 3
+    streaming: bool = False
+    prefetch: Prefetch = "all"
+
+
+CTAS = 128
+# By the largest H: what is tried, in order of preference, where registers and shared memory suffice. A row has 1024
+# threads at most, over all CTAs of a cluster: those of wide rows have more elements, and shorter CTAs.
+SHAPES: tuple[tuple[int, tuple[Shape, ...]], ...] = (
+    (8192, (Shape(512, 16), Shape(256, 16))),
+    (16384, (Shape(512, 32), Shape(512, 16, 2), Shape(256, 16, 4), Shape(128, 16, 8))),
+    (32768, (Shape(512, 32, 2), Shape(256, 32, 4), Shape(128, 32, 8))),
+    (65536, (Shape(256, 64, 4), Shape(128, 64, 8))),
+    (131072, (Shape(128, 128, 8),)),
+)
+# Registers of what is neither held nor summed, as compiled kernels show; values that are kept are also worked in.
+WORK = {"values": 52, "raw": 64, "shared": 64, "global": 64}
+WORK_MEANS = 12  # more for a LayerNorm
+HIDDEN = 4  # a round, of weights in registers that are widened when they are used
+BY_ROWS = 12  # more to find the rows of a weight's row
+NO_SUMS = 28  # less where nothing is summed over rows
+
+
+def registers(tile: StreamTile, asks: Asks) -> int:
+    """Registers a thread is held to need."""
+    row = 0
+    if tile.again == "values":
+        row = 2 * GROUP
+    elif tile.again == "raw":
+        row = sum(asks.loaded[:2]) * GROUP // 4
+    if tile.stages == 0 and tile.again != "global":  # all of the row is loaded at once
+        row = max(row, sum(asks.loaded) * GROUP // 4) + (2 * GROUP if tile.again == "values" else 0)
+    vectors = {"values": 4, "raw": asks.vector}.get(tile.vectors, 0) * GROUP // 4 if asks.vector else 0
+    vectors += HIDDEN if tile.vectors in ("raw", "shared") and tile.again != "values" else 0
+    sums = asks.sums * GROUP * (2 if tile.outer == "registers" else 1) if tile.summed else 0
+    batch = sum(asks.loaded) * GROUP // 4 * tile.batch if tile.again == "global" else 0
+    work = WORK[tile.again] + (WORK_MEANS if asks.exchanges > 1 else 0)
+    work += (BY_ROWS if asks.by_rows else 0) - (0 if tile.summed else NO_SUMS)
+    return tile.rounds * (row + vectors + sums) + batch + work
+
+
+def fits(tile: StreamTile, asks: Asks, sm: int) -> bool:
+    """Whether a tile's registers and shared memory are there."""
+    return registers(tile, asks) <= min(255, 65536 // tile.num_threads) and tile.stream_bytes(asks) <= shared_limit(sm)
+
+
+def tiles_of(hidden_size: int, vec: int, sm: int) -> Iterator[tuple[Shape, StreamTile]]:
+    """The table's tiles for a row, without what depends on registers and shared memory."""
+    groups, streams = -(-hidden_size // GROUP), partials(1, hidden_size)
+    for shape in next((found for limit, found in SHAPES if hidden_size <= limit), ()):
+        c = shape.cluster
+        if c > 1 and not has_clusters(sm):
+            continue
+        wanted = (1 << (groups - 1).bit_length()) * GROUP // (shape.elements * c)
+        threads = min(max(1, wanted), lanes(hidden_size) // c)
+        workers = min(streams // CTAS, shape.threads // threads, 8 if threads > WARP else streams) if c == 1 else 1
+        cta = max(WARP, threads * max(1, workers))
+        tile = StreamTile(hidden_size, vec, threads, cta, c, stages=0, again="global")
+        yield shape, replace(tile, streaming=shape.streaming, prefetch=shape.prefetch)
+
+
+def pick(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile:
+    """The tile for a row of H elements; pure."""
+    most = lanes(hidden_size)
+    staged = vec * min(asks.loaded) >= 4  # the least that cp.async moves
+    for shape, tile in tiles_of(hidden_size, vec, sm):
+        for again, outer, vectors, stages in ORDER:
+            if (stages and not staged) or stages > shape.stages or (outer == "shared" and not asks.sums):
+                continue
+            full = replace(tile, again=again, outer=outer, vectors=vectors, stages=stages)
+            if fits(full, asks, sm):
+                return full
+    # Too wide: sums over rows by columns, and the rows by as many threads as there are.
+    for again, batch in (("raw", 4), ("global", 4), ("global", 1)):
+        for threads in (min(1024, most), min(512, most)):
+            wide = StreamTile(hidden_size, vec, threads, max(WARP, threads), stages=0, summed=False, batch=batch)
+            full = replace(wide, again="raw" if again == "raw" else "global", vectors="global")
+            if fits(full, asks, sm):
+                return full
+    raise AssertionError(f"no tile for H = {hidden_size}")
+
+
+STAGED: tuple[tuple[Again, Outer, Vectors], ...] = (
+    ("values", "registers", "raw"),
+    ("shared", "registers", "raw"),
+    ("shared", "shared", "raw"),
+    ("shared", "registers", "shared"),
+    ("shared", "shared", "shared"),
+    ("shared", "shared", "global"),
+)
+UNSTAGED: tuple[tuple[Again, Vectors], ...] = (
+    ("values", "raw"),
+    ("values", "global"),
+    ("raw", "raw"),
+    ("raw", "global"),
+    ("global", "global"),
+)
+# What to try first, where there is room: values of the first pass kept for the second one, weights in registers.
+ORDER: list[tuple[Again, Outer, Vectors, int]] = [
+    (again, outer, vectors, stages) for stages in (4, 3, 2) for again, outer, vectors in STAGED
+] + [(again, "registers", vectors, 0) for again, vectors in UNSTAGED]
+
+
+def plans(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamPlans:
+    """(largest M, tile) for every class of M."""
+    return ((None, pick(hidden_size, vec, asks, sm)),)
+
+
+def plans_for(variant: Variant, arch: str) -> StreamPlans:
+    """The launch plans of a backward's variant."""
+    return plans(variant.hidden_size, variant.vec, asks_of(variant), sm_of(arch))

@@ -1,0 +1,132 @@
+"""Tiles of the backward kernels: a worker's share of the rows, and where what it keeps waits. Pure Python.
+
+dweight is the sum over rows in an order that knows of P streams: row t belongs to stream t mod P. A worker, the
+threads of a CTA or cluster that share a row, has one stream and takes its rows one after the other, so that its sums
+stay where they are made. P depends on H and the number of weight rows alone, and the tile on everything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from flashnorm.kernels.tile import GROUP, SLOT, WIDTH, RowTile
+from flashnorm.program import BackwardProgram, Variant
+
+MAILBOX = 8  # bytes of an mbarrier
+Again = Literal["values", "raw", "shared", "global"]
+Outer = Literal["registers", "shared"]
+Vectors = Literal["values", "raw", "shared", "global"]
+
+
+@dataclass(frozen=True)
+class Asks:
+    """What a backward program asks of a tile.
+
+    Attributes:
+        loaded: element sizes of the operands that are loaded row by row, in bytes.
+        words: fp32 values that come with each row (rstd, the means).
+        exchanges: sums of a row that cross warps.
+        sums: element size of each vector whose gradient is summed over the rows: a dweight, a dbias.
+        vector: element size of the weight, 0 without one.
+        by_rows: the weight comes by rows.
+    """
+
+    loaded: tuple[int, ...]
+    words: int = 1
+    exchanges: int = 1
+    sums: int = 1
+    vector: int = 2
+    by_rows: bool = False
+
+
+@dataclass(frozen=True)
+class StreamTile(RowTile):
+    """A launch plan of the backward.
+
+    Attributes:
+        stages: rows of a worker in shared memory, the one it works on and those under way; 0: none, each row is loaded
+            into registers when its turn comes.
+        again: from where the second pass has a row: the fp32 "values" of the first, "raw" registers, "shared" memory,
+            or "global" memory once more.
+        outer: where the sums of whole blocks of rows wait: "registers", or "shared" memory.
+        vectors: where the weight waits: its fp32 "values", "raw" registers, "shared" memory, or nowhere ("global").
+        summed: dweight is summed here; otherwise a kernel of its own reads the rows again, by columns.
+    """
+
+    stages: int = 2
+    again: Again = "values"
+    outer: Outer = "registers"
+    vectors: Vectors = "values"
+    summed: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = {
+            "a stage that is worked on needs another one": self.stages == 0 or self.stages >= 2,
+            "again='shared' needs stages": self.again != "shared" or self.stages > 0,
+            "again='global' and stages exclude each other": self.again != "global" or self.stages == 0,
+            "a worker takes its own rows in turn": self.turns == 1,
+            "workers of a CTA are a power of two": self.rows & (self.rows - 1) == 0,
+            "what is not summed is one row a CTA, without outer sums": self.summed
+            or (self.rows == 1 and self.outer == "registers"),
+        }
+        for text, holds in problems.items():
+            if not holds:
+                raise ValueError(f"{text}: {self}")
+
+    def alone(self) -> StreamTile:
+        """The plan for rows that are no stream: nothing is kept for a next one."""
+        again: Again = "raw" if self.rounds <= 4 else "global"
+        return replace(self, stages=0, again=again, outer="registers", vectors="global")
+
+    def row_bytes(self, asks: Asks) -> int:
+        """Shared memory of one row in turn of every worker of the CTA."""
+        planes = sum(max(SLOT, GROUP * width) for width in asks.loaded)
+        return (planes * self.rounds + 4 * asks.words) * self.num_threads
+
+    def sums_bytes(self, asks: Asks) -> int:
+        """Shared memory of the outer sums."""
+        return self.rounds * self.num_threads * GROUP * 4 * asks.sums if self.outer == "shared" else 0
+
+    def vectors_bytes(self, asks: Asks) -> int:
+        """Shared memory of the weight."""
+        return self.rounds * self.num_threads * max(SLOT, GROUP * asks.vector) if self.keeps_vectors(asks) else 0
+
+    def keeps_vectors(self, asks: Asks) -> bool:
+        return self.vectors == "shared" and asks.vector > 0
+
+    def parity_bytes(self, asks: Asks) -> int:
+        """Shared memory of a row's exchanges: neighbouring rows take turns with two of it, so one barrier is enough."""
+        values = self.rows * self.blocks * asks.exchanges if self.exchange else 0
+        return -(-4 * values // SLOT) * SLOT
+
+    @property
+    def mailbox_bytes(self) -> int:
+        """Shared memory of the mailboxes of a cluster's exchanges, two that take turns."""
+        return 2 * MAILBOX if self.cluster_n > 1 else 0
+
+    def fold_bytes(self, asks: Asks) -> int:
+        """Shared memory in which the workers of a CTA add up, where the rows were before."""
+        return self.rows * self.groups * GROUP * 4 if self.rows > 1 and self.summed and asks.sums else 0
+
+    def stream_bytes(self, asks: Asks) -> int:
+        """All of it."""
+        kept = self.mailbox_bytes + 2 * self.parity_bytes(asks) + self.sums_bytes(asks) + self.vectors_bytes(asks)
+        return kept + max(self.stages * self.row_bytes(asks), self.fold_bytes(asks))
+
+
+def asks_of(variant: Variant) -> Asks:
+    """What a backward's variant asks of its tiles."""
+    program = variant.program
+    assert isinstance(program, BackwardProgram)
+    operands = program.operands()
+    rows = [o.name for o in operands if o.kind == "row" and o.mode == "in"]
+    return Asks(
+        loaded=tuple(WIDTH[variant.dtype(name)] for name in rows),
+        words=sum(o.kind == "per_row" for o in operands),
+        exchanges=(2 if program.norm == "layer" else 1) if program.rows else 0,
+        sums=program.sums,
+        vector=WIDTH[variant.dtype("weight")] if program.weight and program.rows else 0,
+        by_rows=bool(variant.row_vecs),
+    )
