@@ -6,6 +6,7 @@ import contextlib
 import math
 from unittest import mock
 
+import numpy as np
 import torch
 
 from flashnorm.kernels.tile import WIDTH
@@ -33,6 +34,84 @@ def ordered(order: Order):
         yield
 
 
+# ------------------------------------------------------------------ running the kernels
+class Written(emulator.Machine):
+    """A machine whose workspace may be read where a kernel has written it.
+
+    Attributes:
+        workspace: the bytes of global memory that are workspace.
+    """
+
+    workspace = np.zeros(0, bool)
+
+    def store(self, space, addr, data, active):
+        super().store(space, addr, data, active)
+        if space == "global":
+            _, at = self._place(space, addr, data.shape[-1], active & self.alive)
+            self.readable[at] |= self.workspace[at]
+
+
+class Kernel:
+    """What a kernel of `RowBackward` becomes: its launch runs the body over a grid of its own."""
+
+    def __init__(self, body, made, shared):
+        self.body, self.made, self.shared = body, made, shared
+
+    def __call__(self, *arguments):
+        self.arguments = arguments
+        return self
+
+    def launch(self, grid, block, cluster=None, **_):
+        (ctas,) = np.unique(grid[0].a)
+        machine = self.made(int(ctas), block[0], (cluster or [1])[0], self.shared(*self.arguments))
+        with emulator.patched(machine):
+            tid = emulator.Int(np.broadcast_to(np.arange(machine.shape[1]), machine.shape))
+            bid = emulator.Int(np.broadcast_to(np.arange(machine.shape[0])[:, None], machine.shape))
+            self.body(*self.arguments, tid, bid)
+
+
+def launch_backward(variant, tile, made, tensors, sm=90):
+    """Run the kernels of a backward in their order, on the grids that the host code gives them.
+
+    Args:
+        made: (CTAs, threads, CTAs of a cluster, bytes of shared memory) -> a machine.
+        tensors: an `emulator.Tensor` for each operand of the variant's program, in order.
+        sm: the compute capability that it is traced for.
+
+    Returns:
+        How rows share weight rows: "one", "several" or "own".
+    """
+    from flashnorm.kernels import partials
+    from flashnorm.kernels.row_backward import FOLDS, RowBackward
+
+    kernel = object.__new__(RowBackward)
+    kernel.variant, kernel.plans, kernel.sm, kernel.has_pdl = variant, ((None, tile),), sm, sm >= 90
+    kernel.prepare()
+
+    def shared_of_rows(index, mode, operands):
+        return (tile if mode in ("one", "several") else tile.alone()).stream_bytes(kernel.asks)
+
+    kernel.rows = Kernel(kernel.rows_body, made, shared_of_rows)
+    kernel.columns = Kernel(kernel.columns_body, made, lambda *_: 0)
+    kernel.fold = Kernel(kernel.fold_body, made, lambda *_: partials.FOLD_BYTES)
+
+    def fold_some(index, _, count, operands, common):
+        fitting = [size for size in FOLDS if count.a <= size < kernel.streams]
+        size = min([*fitting, max(partials.SLICES, kernel.streams)])
+        kernel.fold(index, "several", size, operands).launch(**common)
+
+    kernel.fold_some = fold_some
+    with emulator.patched(made(1, 32, 1, 0)):
+        rows = emulator.Int(int(np.prod(tensors[0].shape[:-1])))
+        mode = "one"
+        if kernel.by_rows:
+            mode = "own" if not kernel.parts or kernel.split_of(tensors).own.a else "several"
+    with emulator.patched(made(1, 32, 1, 0)):
+        kernel.launch(0, mode, rows, True, tensors, None)
+    return mode
+
+
+# ------------------------------------------------------------------ operands
 class Backward:
     """Operands in one piece of memory, with gaps around them, and the gradients that they must give.
 
@@ -152,14 +231,12 @@ class Backward:
         readable = self.readable.numpy().copy()
 
         def made(ctas, threads, cluster, shared):
-            machine = emulator.Written(
-                ctas, threads, self.memory.numpy(), readable, self.writable.numpy(), cluster, shared
-            )
+            machine = Written(ctas, threads, self.memory.numpy(), readable, self.writable.numpy(), cluster, shared)
             machine.waited, machine.workspace = sm < 90, self.workspace.numpy()
             return machine
 
         with ordered(self.order):
-            return emulator.launch_backward(self.variant, tile, made, self.tensors, sm)
+            return launch_backward(self.variant, tile, made, self.tensors, sm)
 
     def run(self, launch, pdl):
         """Run a compiled one on the GPU, with the same memory there."""

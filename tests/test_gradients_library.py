@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import flashnorm
+from flashnorm import nn
 from flashnorm.core.gradients import _library
 from tests.inputs import gains, rows
 from tests.test_gradients import BF16, F32, NORMS, leaves
@@ -39,7 +41,7 @@ def test_compiled_gradients_are_bit_equal_with_one_graph_for_all_m(
 ) -> None:
     norm = NORMS[name]
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(norm, backend=counter, fullgraph=True)
     for m in (4, 7):
         tensors = leaves(norm.tensors((m, 64), BF16), device)
@@ -155,6 +157,20 @@ def test_peak_memory(name: str, device: torch.device) -> None:
     torch.autograd.backward(results, grads)
     rows_of = len(results) + sum(key in ("x", "residual") for key in tensors)
     assert torch.cuda.max_memory_allocated() - start <= rows_of * one + 16 * 2**20
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_traces_and_exports_hold_one_operator(device: torch.device) -> None:
+    x, weight = rows((4, 64), F32).to(device), gains((64,), F32).to(device).requires_grad_()
+    want = flashnorm.rmsnorm(x, weight)
+    traced = torch.jit.trace(lambda a, b: flashnorm.rmsnorm(a, b), (x, weight), check_trace=False)
+    assert "flashnorm::rmsnorm_train" in str(traced.graph) and traced(x, weight).requires_grad
+    assert_same_bits(traced(x, weight), want)
+    norm = nn.RMSNorm(64, casting_mode="gemma").to(device)
+    program = torch.export.export(norm, (x,), dynamic_shapes=({0: torch.export.Dim("m", min=2)},))
+    assert any("flashnorm.rmsnorm_train" in str(node.target) for node in program.graph.nodes)
+    longer = rows((9, 64), F32).to(device)
+    assert_same_bits(program.module()(longer), norm(longer))
 
 
 # ------------------------------------------------------------------ what must raise

@@ -103,7 +103,7 @@ class Differentiable:
 
     def __call__(self, *args: Any, in_place: bool = False) -> tuple[Tensor, ...]:
         """The norm, recorded: (y, [h,] *statistics). Takes what `serve` takes; `in_place`: dx may overwrite dy."""
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing():
             check(self.op, *args)  # here, since fakes see shapes alone
             return self.overload(*args)
         return _Record.apply(self, in_place, *args)

@@ -14,7 +14,7 @@ from flashnorm.kernels.reduce import butterfly, halve
 from flashnorm.kernels.tile import WARP, WIDTH
 
 GROUP = memory.GROUP
-SLICES = 32  # of the partials of a column, each added up by one thread; their sums are then a warp's
+SLICES = 8  # of the partials of a column, each added up by one thread; their sums are then those of neighbours
 BATCH = 16  # loads of a thread in flight
 PITCH = WARP + 1  # floats between the slices' sums: no two of a column in one bank
 FOLD_THREADS = WARP * SLICES
@@ -88,9 +88,9 @@ def fold(variant, tensors, tid, bid, shared, most, live, weight_row, sum_floats)
 
     Args:
         variant, tensors: what is computed, and its operands by name.
-        tid, bid: 1024 threads; the blocks of all columns of dweight, then those of dbias, for each weight row.
+        tid, bid: 256 threads; the blocks of all columns of dweight, then those of dbias, for each weight row.
         shared: FOLD_BYTES of shared memory.
-        most: partials at most, a power of two from 32 on.
+        most: partials at most, a power of two from 8 on.
         live: those that were written (Int64): of the others, none is read.
         weight_row: the distance of two weight rows of dweight in elements (Int64), or None for one row.
         sum_floats: fp32 values of all partials of a sum (Int64).
@@ -116,11 +116,12 @@ def fold(variant, tensors, tid, bid, shared, most, live, weight_row, sum_floats)
     slot = shared + (warp * Int32(PITCH) + lane) * Int32(4)
     memory.write_float(slot.ir_value(), total, Int32(1).ir_value())
     memory.barrier(0, FOLD_THREADS)
-    slot = shared + (lane * Int32(PITCH) + warp) * Int32(4)
+    part_of, own = lane % Int32(SLICES), warp * Int32(WARP // SLICES) + lane // Int32(SLICES)
+    slot = shared + (part_of * Int32(PITCH) + own) * Int32(4)
     (value,) = memory.read_floats(slot.ir_value(), 1)
     total = butterfly(value, SLICES)
-    column = first + warp
-    mine = (lane == Int32(0)).to(Int32) & (column < Int32(hidden)).to(Int32)
+    column = first + own
+    mine = (part_of == Int32(0)).to(Int32) & (column < Int32(hidden)).to(Int32)
     for number, name in enumerate(parts):
         dtype, tensor = variant.dtype(name), tensors[name]
         where = Int64(column) if weight_row is None else Int64(column) + Int64(row) * weight_row

@@ -31,7 +31,7 @@ from flashnorm.kernels.stream_tile import asks_of
 from flashnorm.program import partials as partials_of
 from flashnorm.program.backward import LEAST_PARTIALS, MOST_PARTIALS, PARTIALS
 
-FEWEST = 32  # partials that a fold is made for at least
+FOLDS = (64, 1024)  # partials of a weight row for which there are shorter folds
 
 
 def runtime_partials(weight_rows, hidden_size):
@@ -170,9 +170,20 @@ class RowBackward:
             )
         if sums:
             folds = weight_rows * Int64(-(-self.variant.hidden_size // 32) * len(self.parts))
-            self.fold(index, mode, operands).launch(
-                grid=[Int32(folds), 1, 1], block=[partials.FOLD_THREADS, 1, 1], **common
-            )
+            common |= {"grid": [Int32(folds), 1, 1], "block": [partials.FOLD_THREADS, 1, 1]}
+            if mode == "one":
+                self.fold(index, mode, max(partials.SLICES, self.streams // tile.rows), operands).launch(**common)
+            else:
+                self.fold_some(index, 0, split.partials, operands, common)
+
+    @cute.jit
+    def fold_some(self, index: cutlass.Constexpr[int], size: cutlass.Constexpr[int], count: Int64, operands, common):
+        if const_expr(size == len(FOLDS) or FOLDS[size] >= self.streams):
+            self.fold(index, "several", max(partials.SLICES, self.streams), operands).launch(**common)
+        elif count <= FOLDS[size]:
+            self.fold(index, "several", FOLDS[size], operands).launch(**common)
+        else:
+            self.fold_some(index, size + 1, count, operands, common)
 
     def live(self, tile, rows):
         """CTAs (clusters) that have a row, where all rows share the weight: as many partials."""
@@ -193,10 +204,12 @@ class RowBackward:
         self.columns_body(mode, operands, tid, bid)
 
     @cute.kernel
-    def fold(self, index: cutlass.Constexpr[int], mode: cutlass.Constexpr[str], operands: tuple):
+    def fold(
+        self, index: cutlass.Constexpr[int], mode: cutlass.Constexpr[str], most: cutlass.Constexpr[int], operands: tuple
+    ):  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
-        self.fold_body(index, mode, operands, tid, bid)
+        self.fold_body(index, mode, most, operands, tid, bid)
 
     def shared(self, size):
         if not size:
@@ -286,13 +299,12 @@ class RowBackward:
         walk, number, here = self.walk_of(k, mode, 1)
         columns.run(k, walk, trips_of(walk), number, self.sum_floats(operands, mode), here)
 
-    def fold_body(self, index, mode, operands, tid, bid):
+    def fold_body(self, index, mode, most, operands, tid, bid):
         tile, tensors = self.plans[index][1], dict(zip(self.names, operands, strict=True))
         shared = self.shared(partials.FOLD_BYTES)
         self.wait()
-        most, distance = max(FEWEST, self.streams), None
+        distance = None
         if mode == "one":
-            most = max(FEWEST, self.streams // tile.rows)
             live = self.live(tile, row_count(tensors["dout"], self.variant.row_rank))
         else:
             split = self.split_of(operands)
