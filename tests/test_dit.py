@@ -92,18 +92,18 @@ def test_no_shift_in_a_vector_of_minus_zeros(exact_route: str, device: torch.dev
 
 # ------------------------------------------------------------------ codes
 @pytest.mark.parametrize("combo", CODED, ids=str)
-def test_quantising_the_norm_gives_the_same_bytes(combo: GateCombo, exact_route: str, device: torch.device) -> None:
+def test_quantising_the_norm_gives_the_same_bytes(combo: GateCombo, route: str, device: torch.device) -> None:
     """The output in the input's dtype, put through the quantising norms of a row of ones, or a quantiser: equal."""
     problem = GateProblem(combo, (3, 5, 192), device)
-    plain = GateProblem(replace(combo, form=""), (3, 5, 192), device, given=problem.tensors).run(exact_route)
-    got = problem.run(exact_route)
+    plain = GateProblem(replace(combo, form=""), (3, 5, 192), device, given=problem.tensors).run(route)
+    got = problem.run(route)
     assert_same_bits(got["residual_out"], plain["residual_out"], "residual_out")
     norm = plain["norm_out"].view(15, 192).float()
     codes, scales = problem.decoded(got)
     # A row of ones has a norm of 1 with eps = 0, so that the weight is what is quantised.
     ones = torch.ones(1, 192, dtype=torch.float32, device=device)
     for i, row in enumerate(norm):
-        with flashnorm.backend(exact_route):
+        with flashnorm.backend(route):
             if combo.form == "nvfp4":
                 mine = flashnorm.rmsnorm_fp4quant(ones, row.to(device), eps=0.0, global_scale=G)
             else:
