@@ -195,6 +195,9 @@ def backward_workspace(weight_rows: int, hidden_size: int, device: Any, *, sums:
 
 def _outputs(dout: Any, x: Any, weight: Any, bias_shape: Any, wanted: Wanted) -> dict[str, Tensor]:
     """The tensors that are written."""
+    for name, tensor in (("dout", dout), ("x", x)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     shapes = {"dx": dout, "dresidual": x, "dweight": weight, "dbias": bias_shape}
     made: dict[str, Tensor] = {}
     for name, how in wanted.items():
