@@ -84,6 +84,10 @@ def rows_stay_sharded(mesh: Any, device: torch.device) -> None:
                     distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
                     for t, p in zip(plain, placed, strict=True)
                 ]
+                with torch.no_grad():
+                    unrecorded = norm(*tensors)
+                first = unrecorded[0] if isinstance(unrecorded, tuple) else unrecorded
+                assert_same_bits(first.full_tensor(), want[0], name)
                 with CommDebugMode() as seen, torch.no_grad():
                     norm(*tensors)
                 assert seen.get_total_counts() == 0, (name, seen.get_comm_counts())
@@ -151,16 +155,24 @@ def uneven_and_empty(mesh: Any, device: torch.device) -> None:
         assert_same_sum(mine[1].full_tensor(), gradients[1])
 
 
-def mixtures_are_refused(mesh: Any, device: torch.device) -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor
+def others_are_refused(mesh: Any, device: torch.device) -> None:
+    """A plain weight with a DTensor, and operators that write in place or quantise."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    x, w = values(1, 1, device, torch.float32)
-    try:
-        flashnorm.rmsnorm(distribute_tensor(x.detach(), mesh, [Shard(0)]), w)
-    except ValueError as error:
-        assert "some are plain tensors" in str(error)
-    else:
-        raise AssertionError("a plain weight was accepted")
+    x, w = (t.detach() for t in values(1, 1, device, torch.float32))
+    mine, weight = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(w, mesh, [Replicate()])
+    for wrong, text in (
+        (lambda: flashnorm.rmsnorm(mine, w), "some are plain tensors"),
+        (lambda: flashnorm.rmsnorm(mine, weight, out=mine), "takes no DTensors"),
+        (lambda: flashnorm.fused_add_rmsnorm(mine, mine.clone(), weight), "takes no DTensors"),
+        (lambda: flashnorm.rmsnorm_dynamic_quant(mine, weight), "takes no DTensors"),
+    ):
+        try:
+            wrong()
+        except ValueError as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(f"nothing was refused: {text}")
 
 
 def a_module_is_distributed(mesh: Any, device: torch.device) -> None:
@@ -203,7 +215,7 @@ CHECKS = {
         weights_by_row,
         others_are_redistributed,
         uneven_and_empty,
-        mixtures_are_refused,
+        others_are_refused,
         a_module_is_distributed,
         fully_sharded,
     )

@@ -14,6 +14,7 @@ from flashnorm.program import (
     AddResidual,
     Affine,
     AffineBias,
+    BackwardProgram,
     Cast,
     LoadRow,
     MeanVar,
@@ -26,7 +27,7 @@ from flashnorm.program import (
 from tests import binaries
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
 B, F, E4M3 = "bfloat16", "float32", "float8_e4m3fn"
 BLOCK = QuantBlocks(128, 1e-4, ratio=True, side=True)
 # name: program, dtypes of its operands in order
@@ -39,6 +40,12 @@ PROGRAMS = {
     "block_quant": (RowProgram(AddResidual(), Rms(), (Affine(), Round()), BLOCK), (B, B, B, E4M3, F, B)),
     "dynamic_row": (RowProgram(LoadRow(), Rms(), (Affine(), Round()), QuantBlocks(0, 1e-10)), (B, B, E4M3, F)),
     "indexed": (RowProgram(LoadRow(indexed=True), Rms(), (Affine(),), Cast()), (B, "int32", B, B)),
+    "backward": (BackwardProgram("rms"), (B, B, B, F, B, B, F)),
+    "backward_layer": (BackwardProgram("layer", dbias=True), (B, B, F, F, F, F, B, F, F, F)),
+    "backward_wide": (
+        BackwardProgram("rms", offset=1.0, round_norm=True, g_residual=True, dresidual=True),
+        (B, F, F, F, F, B, F, F, F),
+    ),
     "int8": (RowProgram(LoadRow(scaled=True), Rms(), (Affine(),), Cast()), ("int8", F, B, B)),
 }
 
@@ -50,7 +57,7 @@ def pytest_generate_tests(metafunc):
     pairs = [(arch, name) for arch in ARCHS for name in PROGRAMS]
     metafunc.parametrize(
         ("arch", "name"),
-        [(a, n) for a, n in pairs if full or n == "rmsnorm" or a == "sm_90a" or (a, n) in always],
+        [(a, n) for a, n in pairs if full or n in ("rmsnorm", "backward") or a == "sm_90a" or (a, n) in always],
     )
 
 
@@ -79,6 +86,8 @@ def test_compiles_without_spills_and_moves_16_bytes(arch, name, tmp_path):
     if codes or name == "int8":
         assert any(re.match(r"(STG|LDG)\.E.*\.64", i) for i in found)
     assert any(re.match(r"LDG\.E.*\.128", i) for i in found)
-    if not codes or isinstance(program.load, AddResidual):  # else nothing wide is stored
+    if not codes or (
+        isinstance(program, RowProgram) and isinstance(program.load, AddResidual)
+    ):  # else nothing wide is stored
         assert any(re.match(r"STG\.E.*\.128", i) for i in found)
     assert not any(i.startswith(("LDL", "STL")) for i in found)

@@ -74,9 +74,9 @@ def test_kernels_are_chosen_by_their_stages() -> None:
 
 
 def test_labels_name_what_is_there() -> None:
-    for name in ("rmsnorm", "gemma_rmsnorm"):
+    for name in ("rmsnorm", "gemma_rmsnorm", "layernorm"):
         assert cases.label(ALL[name], cases.MIXED, CPU) == "float16/float32 +rstd"
-    for name in ("fused_add_rmsnorm", "layernorm"):
+    for name in ("fused_add_rmsnorm", "fused_add_layernorm"):
         assert cases.label(ALL[name], cases.MIXED, CPU) == "float16/float32"
     quant = ALL["rmsnorm_dynamic_quant"]
     assert cases.label(quant, cases.MIXED, CPU) == "float16/float32 -> e5m2 +normed_out"

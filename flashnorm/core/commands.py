@@ -16,6 +16,7 @@ from flashnorm.recipe import Kernel, to_json
 if TYPE_CHECKING:
     from flashnorm.core.op import Op
 
+GRADIENT_MODES = ("flashinfer", "hf-llama")  # of the forward: those that a gradient tells apart
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -55,7 +56,7 @@ def command(op: Op, route: str, target: str, variant: Variant) -> str:
     """The command that precompiles a variant: flags where they can say it, else a recipe on standard input."""
     shown = next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{variant.dtypes[0]}"), "")
     routes = "" if target == "host" else f" --routes {route}"
-    for mode in modes(op) if shown else ():
+    for mode in (tuple(modes(op)) or GRADIENT_MODES) if shown else ():
         plain = plain_variant(op, DTYPES[shown], variant.hidden_size, {"numerics": mode})
         same = plain == variant if route == "cute" else _code(plain) == _code(variant)
         if same:

@@ -65,7 +65,7 @@ TEMPLATE = """\
 def {name}{signature}:
 {positional}{eager}
     try:
-        if grad_enabled() and ({requires_grad}):
+        if not {plain_x} or grad_enabled() and ({requires_grad}):
             return cold({forward})
         {allocate}
         entries = recent.get({x}.numel(), ())
@@ -175,11 +175,13 @@ def warm(
             f"({s} is {s}_seen or {s}.__class__ is float and {least(s)!r} <= {s} <= {FLT_MAX!r})" for s in op.scalars
         )
         or "True",
+        plain_x=_plain(x),
         plain=" and ".join(
             f"{maybe(o.name, _plain(local[o.name]), 'True')}"
             for o in op.operands
-            if o.name not in asked and local[o.name] in given
-        ),
+            if o.name not in asked and local[o.name] in given and local[o.name] != x
+        )
+        or "True",
         requires_grad=follows,
         tensors=", ".join(local.values()),
         arguments=", ".join((*op.scalars, "enable_pdl is not False", *local.values())),

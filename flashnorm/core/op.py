@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from flashnorm.core import checks, dispatch, fastpath, guard, guard_mode, plan
+from flashnorm.core import checks, dispatch, fastpath, guard, guard_mode, plan, sharding
 from flashnorm.program import ENCODED, Operand, Program, RowProgram
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -278,6 +278,8 @@ class Op:
         count = len(self.operands)
         tensors = list(args[:count])
         checks.check_present(self, tensors)
+        if sharding.sharded(*tensors):
+            raise ValueError(f"{self.called}: this call takes no DTensors; hand over local ones (`to_local()`)")
         scalars = [checks.check_scalar(self, n, v) for n, v in zip(self.scalars, args[count:], strict=False)]
         options = {
             key: checks.check_option(self, key, value)

@@ -36,11 +36,13 @@ class _Offsets(Mapping[Any, str]):
 
 
 def _rms(present: frozenset[str], options: Mapping[str, Any]) -> BackwardProgram:
+    # Who asks for kernels ahead of time knows the forward's mode instead.
+    rounds = options["round_norm"] == "yes" or options.get("numerics") == "hf-llama"
     return BackwardProgram(
         "rms",
         weight="weight" in present,
         offset=float(options["weight_offset"]) if "weight" in present else 0.0,
-        round_norm=options["round_norm"] == "yes" and "dweight" in present,
+        round_norm=rounds and "dweight" in present,
         g_residual="g_residual" in present,
         dx="dx" in present,
         dresidual="dresidual" in present,
@@ -193,6 +195,9 @@ def backward_workspace(weight_rows: int, hidden_size: int, device: Any, *, sums:
 
 def _outputs(dout: Any, x: Any, weight: Any, bias_shape: Any, wanted: Wanted) -> dict[str, Tensor]:
     """The tensors that are written."""
+    for name, tensor in (("dout", dout), ("x", x)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     shapes = {"dx": dout, "dresidual": x, "dweight": weight, "dbias": bias_shape}
     made: dict[str, Tensor] = {}
     for name, how in wanted.items():

@@ -177,13 +177,17 @@ def meant(op: Op, case: Case) -> dict[str, Any]:
     return {key: op.options[key][value] for key, value in options_of(op, case).items()}
 
 
+# The two parts of LayerNorm's mean: the second is what rounding left of the first, and no formula has it.
+_PARTS = ("mean", "rest")
+
+
 def present(op: Op, case: Case, device: torch.device) -> frozenset[str]:
     """Names of the operands that are tensors in a call: every input, optional outputs where the case asks for them."""
     names = {o.name for o in op.operands}
     possible = {o.name for o in op.program(frozenset(names), meant(op, case)).operands()}
     tensors = {name for name in op.by_value if device.type == "cuda" or op.operands[op.index(name)].kind == "vec"}
     extra = {o.name for o in op.operands if o.mode == "out" and o.name in op.optional} | tensors
-    left_out = {*case.without, *(() if case.extras else extra), *(op.by_value.keys() - tensors)}
+    left_out = {*case.without, *_PARTS, *(() if case.extras else extra), *(op.by_value.keys() - tensors)}
     return frozenset(possible - left_out)
 
 
