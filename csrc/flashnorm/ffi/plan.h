@@ -56,11 +56,11 @@ using LargeTiles = TileList<
 
 // Further tiles for diffusion transformers, whose rows are gated, summed twice and modulated: instructions are close to
 // the limit (26 an element, 400 a thread and row), so few threads a row, and none that idles at the widths in use.
-using ModulatedTiles = TileList<              //
-    Tile<64, 1, 8, 1, Whole, false, 6>,       // many rows of up to 3072
-    Tile<64, 1, 8, 1, Whole, false>,          // of up to 4096
-    Tile<128, 1, 8, 1, Whole, false, 5>,      // of up to 5120
-    Tile<128, 1, 8, 1, Whole, false>>;        // of up to 8192
+using ModulatedTiles = TileList<                  //
+    Tile<64, 1, 8, 1, Whole, false, 6, 64>,       // many rows of up to 3072
+    Tile<64, 1, 8, 1, Whole, false, 8, 64>,       // of up to 4096
+    Tile<128, 1, 8, 1, Whole, false, 5, 128>,     // of up to 5120
+    Tile<128, 1, 8, 1, Whole, false, 8, 128>>;    // of up to 8192
 
 // Further tiles for programs of many instructions a byte: 32 elements share a thread's own work.
 using HeavyTiles = TileList<    //
