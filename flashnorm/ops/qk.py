@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +17,12 @@ from flashnorm.core.op import NUMERICS, Op
 from flashnorm.core.plan import explain
 from flashnorm.ops import programs
 from flashnorm.ops.rows import check_bounds
-from flashnorm.program import MAX_HEAD_DIM, QkLayout, QkLayouts, QkNormRope
+from flashnorm.program import MAX_HEAD_DIM, MAX_QUARTERS, QkLayout, QkLayouts, QkNormRope
 
 Tensor = torch.Tensor
 NAME = "fused_qk_rmsnorm_rope"
 SCOPES = ("hidden", "head")
-MAX_POSITION = 1 << 22  # of an axis: further on, quarter turns outgrow the range reduction
+MAX_POSITION = 1 << 21  # of an axis: quarter turns must not outgrow the range reduction
 CODES = torch.float8_e4m3fn
 
 
@@ -159,7 +160,7 @@ def fused_qk_rmsnorm_rope(
     """
     grid = (ppf, pph, ppw, num_frame_channels, num_height_channels, num_width_channels)
     yarn = (base, interleave, factor, low, high, attention_factor)
-    check_flag("output_fp8", output_fp8)
+    _flag("output_fp8", output_fp8)
     cached = cos_sin_cache is not None or positions is not None
     rotary = _check_cache(cos_sin_cache, positions) if cached else None
     heads = (num_heads_q, num_heads_k, num_heads_v, head_dim)
@@ -179,6 +180,7 @@ def fused_qk_rmsnorm_rope(
     return made
 
 
+_OPS = {(False, False): QK, (False, True): QK_FP8, (True, False): QK_CACHED, (True, True): QK_CACHED_FP8}
 _CALLS: dict[tuple[bool, bool], Callable[..., Any]] = {
     (False, False): QK.checked,
     (False, True): QK_FP8.checked,
@@ -190,28 +192,18 @@ _CALLS: dict[tuple[bool, bool], Callable[..., Any]] = {
 def supports_fused_qk_rmsnorm_rope(qkv: Any, q_weight: Any = None, k_weight: Any = None, **arguments: Any) -> bool:
     """Whether `fused_qk_rmsnorm_rope` takes these arguments and has a route for them. Never raises."""
     try:
-        get = arguments.get
-        cache, positions = get("cos_sin_cache"), get("positions")
+        bound = inspect.signature(fused_qk_rmsnorm_rope).bind(qkv, q_weight, k_weight, **arguments)
+        bound.apply_defaults()
+        given = {"x": qkv, **bound.arguments}
+        cache, positions = given["cos_sin_cache"], given["positions"]
         cached = cache is not None or positions is not None
         rotary = _check_cache(cache, positions) if cached else None
-        defaults: dict[str, Any] = {
-            "base": 1e4,
-            "interleave": True,
-            "factor": 1.0,
-            "attention_factor": 1.0,
-            "low": 0.0,
-            "high": 0.0,
-        }
-        defaults |= {"is_qk_norm": True, "norm_scope": "hidden"}
-        layout = _text(*(get(name, defaults.get(name)) for name in _SEEN), rotary)
-        ops = {(False, False): QK, (False, True): QK_FP8, (True, False): QK_CACHED, (True, True): QK_CACHED_FP8}
-        op = ops[cached, bool(get("output_fp8", False))]
-        given = {"x": qkv, "q_weight": q_weight, "k_weight": k_weight, **arguments}
-        tensors = [given.get(operand.name) for operand in op.operands]
-        outs = {"q_out", "k_out", "v_out"}
-        checks.check_present(
-            op, [qkv if o.name in outs and given.get(o.name) is None else given.get(o.name) for o in op.operands]
-        )
+        layout = _text(*(given[name] for name in _SEEN), rotary)
+        op = _OPS[cached, given["output_fp8"]]
+        tensors = [given[operand.name] for operand in op.operands]
+        # A result that is not given is no matter: any tensor stands for it.
+        present = [qkv if t is None and o.mode == "out" else t for o, t in zip(op.operands, tensors, strict=True)]
+        checks.check_present(op, present)
         options = {"numerics": "flashinfer", "layout": op.options["layout"][layout]}
         checks.check_tensors(op, op.program_of(tensors, options), tensors)
         return explain(op, devices.facts(qkv.device)).route is not None
@@ -220,7 +212,7 @@ def supports_fused_qk_rmsnorm_rope(qkv: Any, q_weight: Any = None, k_weight: Any
 
 
 # ------------------------------------------------------------------ checks
-def check_flag(name: str, value: Any) -> None:
+def _flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{NAME}: {name} must be True or False, got {value!r}")
 
@@ -305,8 +297,8 @@ def _layout(
     most = checks.MAX_HIDDEN // width
     named = (("num_heads_q", num_heads_q), ("num_heads_k", num_heads_k), ("num_heads_v", num_heads_v))
     q, k, v = (_whole(name, value, 0, most) for name, value in named)
-    check_flag("interleave", interleave)
-    check_flag("is_qk_norm", is_qk_norm)
+    _flag("interleave", interleave)
+    _flag("is_qk_norm", is_qk_norm)
     if norm_scope not in SCOPES:
         raise ValueError(f"{NAME}: norm_scope must be one of {', '.join(SCOPES)}, got {norm_scope!r}")
     scope = norm_scope if is_qk_norm else "none"
@@ -340,6 +332,9 @@ def _layout(
     parts = tuple([_whole(name, value, 0, MAX_HEAD_DIM) for name, value in channels.items()])
     if sizes[0] * sizes[1] * sizes[2] > 0x7FFFFFFF:
         raise ValueError(f"{NAME}: ppf * pph * ppw must be less than 2^31, got {sizes}")
+    fastest = max(1.0, 1.0 / yarn["base"]) / min(1.0, yarn["factor"])
+    if max(sizes) * fastest >= MAX_QUARTERS:
+        raise ValueError(f"{NAME}: base = {base!r} and factor = {factor!r} turn too far in {max(sizes)} steps")
     for name, count in zip(channels, parts, strict=True):
         if count % 2:
             raise ValueError(f"{NAME}: {name} must be even, got {count}")

@@ -34,7 +34,7 @@ from flashnorm.program.operand import (
     Operand,
     Stage,
 )
-from flashnorm.program.qk import COS, MAX_HEAD_DIM, SCOPES, SIN, QkLayout, QkLayouts, QkNormRope
+from flashnorm.program.qk import COS, MAX_HEAD_DIM, MAX_QUARTERS, SCOPES, SIN, QkLayout, QkLayouts, QkNormRope
 from flashnorm.program.stages import (
     EXP2,
     EXP_FROM,
@@ -83,6 +83,7 @@ __all__ = [
     "LN2",
     "LOG2E",
     "MAX_HEAD_DIM",
+    "MAX_QUARTERS",
     "SCALES",
     "SCOPES",
     "SIN",
