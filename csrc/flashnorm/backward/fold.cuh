@@ -7,7 +7,7 @@
 
 namespace flashnorm {
 
-constexpr int kFoldColumns = 32, kFoldSlices = 32;
+constexpr int kFoldColumns = 32, kFoldSlices = 16;  // of a CTA: more threads have too few registers
 
 struct FoldGrid {
   int64_t weight_rows;
@@ -39,7 +39,7 @@ FN_DEVICE float fold_values(int count, const Value& value) {
 template <class Program>
 __global__ void __launch_bounds__(kFoldColumns* kFoldSlices)
     backward_fold(const __grid_constant__ Program program, const __grid_constant__ FoldGrid grid) {
-  constexpr int kMost = 16;
+  constexpr int kMost = 16, kMostOfMost = kMostPartials / kFoldSlices / kMost;
   const int columns = (grid.hidden_size + kFoldColumns - 1) / kFoldColumns;
   const int64_t weight_row = blockIdx.x / columns;
   const int column = int(blockIdx.x - weight_row * columns) * kFoldColumns + int(threadIdx.x);
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kFoldColumns* kFoldSlices)
       float first[kMost];
       FN_UNROLL
       for (int m = 0; m < kMost; ++m) {
-        first[m] = fold_values<kMost>(
+        first[m] = fold_values<kMostOfMost>(
             mine / kMost, [&](int i) { return partial(slice + (int64_t(i) * kMost + m) * slices); });
       }
       sum = fold_values<kMost>(kMost, [&](int i) { return first[i]; });
