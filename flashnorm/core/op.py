@@ -15,12 +15,12 @@ from typing import Any, TypeVar, cast
 import torch
 
 from flashnorm.core import checks, dispatch, fastpath, guard, guard_mode, plan, sharding
-from flashnorm.program import ENCODED, Operand, Program, RowProgram
+from flashnorm.program import ENCODED, BackwardProgram, Operand, Program, RowProgram
 
 F = TypeVar("F", bound=Callable[..., Any])
 OPS: dict[str, Op] = {}  # the operators that are public functions, by name
 ALL: dict[str, Op] = {}  # and those that stand behind them
-BACKWARD: dict[str, Op] = {}  # those that are no row programs: gradients
+BACKWARD: dict[str, Op] = {}  # and those of gradients
 NUMERICS = {
     "flashinfer": "flashinfer",
     "hf-llama": "hf-llama",
@@ -109,7 +109,7 @@ class Op:
         self._warm_calls: fastpath.Recent = {}
         self._warm_kernels: fastpath.Recent = {}
         self._define()
-        (ALL if isinstance(full, RowProgram) else BACKWARD)[name] = self
+        (BACKWARD if isinstance(full, BackwardProgram) else ALL)[name] = self
         if public:
             OPS[name] = self
 

@@ -70,8 +70,10 @@ class Frame:
         self.row_in_cta, within = (Int32(0), tid) if tile.rows == 1 else (tid // Int32(t), tid % Int32(t))
         block = bid if c == 1 else bid // Int32(c)  # the CTAs of a cluster are consecutive
         self.thread = within if c == 1 else within + bid % Int32(c) * Int32(t)
-        needs = needs_of(variant) if needs is None else needs
-        self.tight = needs.narrow or needs.dense  # where instructions are the limit, and registers are not
+        self.tight = False  # instructions are the limit, and registers are not
+        if needs is None:
+            needs = needs_of(variant)
+            self.tight = needs.narrow or needs.dense
         self._exchange_base = shared_base + self.row_in_cta * Int32(needs.exchanges * tile.blocks * 4)
         self.stage_base = shared_base + Int32(tile.exchange_bytes(needs)) + tid * Int32(SLOT)
         self.cta = block

@@ -6,7 +6,7 @@ from flashnorm.kernels.codec import encode, pack, unpack
 from flashnorm.kernels.fp import add_rn, div_by_int, mul_rn, rcp_rn
 from flashnorm.kernels.reduce import LaneSum, row_sums
 from flashnorm.kernels.stats import inverse_root
-from flashnorm.program import Cast, NextNorm, QuantBlocks, QuantNvfp4, QuantTensor, SaveRstd
+from flashnorm.program import Cast, NextNorm, QuantBlocks, QuantNvfp4, QuantTensor, SaveMeans, SaveRstd
 
 
 class CastStore:
@@ -73,6 +73,11 @@ def save_rstd(k, stage, stats):
     k.store_per_row("rstd", stats.rstd)
 
 
+def save_means(k, stage, stats):
+    k.store_per_row("mean", stats.m1)
+    k.store_per_row("rest", stats.m2)
+
+
 STORES: dict = {
     Cast: CastStore,
     NextNorm: NextNormStore,
@@ -80,4 +85,4 @@ STORES: dict = {
     QuantBlocks: QuantBlocksStore,
     QuantNvfp4: QuantNvfp4Store,
 }
-SAVES = {SaveRstd: save_rstd}
+SAVES = {SaveMeans: save_means, SaveRstd: save_rstd}

@@ -242,7 +242,7 @@ class _ByWeightRows:
         varying = [i for i, n in enumerate(lead) if n != 1]
         shared = [i for i, n in enumerate(lead) if n == 1]
         self.order = (*shared, *varying)
-        self.sizes = math.prod(x.shape[i] for i in shared), math.prod(lead[i] for i in varying)
+        self.sizes = math.prod([x.shape[i] for i in shared]), math.prod([lead[i] for i in varying])
         self.split = len(shared)
         self.shape = x.shape
         self._back: list[tuple[Tensor, Tensor]] = []
