@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from flashnorm.core import checks, dispatch, fastpath, guard, guard_mode, plan, sharding
+from flashnorm.core import checks, dispatch, fastpath, guard, guard_mode, library, plan, sharding
 from flashnorm.program import ENCODED, BackwardProgram, Operand, Program, RowProgram
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,8 +29,6 @@ NUMERICS = {
     "torch": "torch",  # the same program; on the torch route, PyTorch's own function
     "cake": "hf-gemma",
 }
-
-_library = torch.library.Library("flashnorm", "DEF")
 
 
 class Op:
@@ -108,7 +106,8 @@ class Op:
         self._derived: frozenset[str] = frozenset()
         self._warm_calls: fastpath.Recent = {}
         self._warm_kernels: fastpath.Recent = {}
-        self._define()
+        kernel = fastpath.warm(self, self._warm_kernels, self._kernel(), names={}, eager=False)
+        self.overload = library.define(self, kernel)
         (BACKWARD if isinstance(full, BackwardProgram) else ALL)[name] = self
         if public:
             OPS[name] = self
@@ -336,32 +335,6 @@ class Op:
             entry = (*state, *scalars, guard.guarded(self, made, tensors, scalars))
             fastpath.remember(recent, tensors[0].numel(), entry)
 
-    # -------------------------------------------------------------- torch.library
-    def _define(self) -> None:
-        _library.define(self.schema())
-        kernel = fastpath.warm(self, self._warm_kernels, self._kernel(), names={}, eager=False)
-        _library.impl(self.name, self._decoded(kernel), "CompositeExplicitAutograd")
-        _library.impl(self.name, self._autograd, "Autograd")
-        torch.library.register_fake(f"flashnorm::{self.name}", _fake, lib=_library)
-        self.overload = getattr(torch.ops.flashnorm, self.name).default
-
-    def _decoded(self, kernel: Callable[..., None]) -> Callable[..., None]:
-        """In front of the dispatcher's call: bytes become what they are, and numbers in CPU tensors numbers."""
-        if not self.encoded and not self.by_value:
-            return kernel
-
-        def decoded(*args: Any) -> None:
-            given = list(args[: len(args) - len(self.encoded)])
-            for i, word in zip(self.encoded, args[len(given) :], strict=True):
-                given[i] = given[i].view(getattr(torch, word))
-            for name, (scalar, _) in self.by_value.items():
-                if given[self.index(name)] is not None:
-                    tensor, number = checks.split(self, name, given[self.index(name)])
-                    given[self.index(name)], given[len(self.operands) + self.scalars.index(scalar)] = tensor, number
-            kernel(*given)
-
-        return decoded
-
     def _kernel(self) -> Callable[..., None]:
         """The dispatcher's cold call; it comes with every argument, by position."""
         options_at = len(self.operands) + len(self.scalars)
@@ -380,27 +353,9 @@ class Op:
         self._warm_calls.clear()
         self._warm_kernels.clear()
 
-    def _autograd(self, *args: Any) -> None:
-        """Raises where a gradient would be lost; below it, nothing records."""
-        if torch.is_grad_enabled():
-            for operand, tensor in zip(self.operands, args, strict=False):
-                if tensor is not None and (tensor.requires_grad or _has_tangent(tensor)):
-                    raise RuntimeError(
-                        f"{self.called}: {self.label(operand)} requires grad, but this operator records no gradient; "
-                        "call it under torch.no_grad(), or on detached tensors"
-                    )
-        with torch._C._AutoDispatchBelowAutograd():
-            self.overload(*args)
-
 
 def _positional(names: Sequence[str]) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
-
-
-def _has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether forward-mode AD follows a tensor."""
-    level = torch.autograd.forward_ad._current_level
-    return level >= 0 and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
 class _Everything(frozenset):  # type: ignore[type-arg]
@@ -408,7 +363,3 @@ class _Everything(frozenset):  # type: ignore[type-arg]
 
     def __contains__(self, name: object) -> bool:
         return True
-
-
-def _fake(*_: Any) -> None:
-    """Operators return nothing: they write into what they are given."""

@@ -34,6 +34,16 @@ Streams streams_of(const Program& program, const Operands& operands) {
   return streams;
 }
 
+// Whether rows have weights of their own that nobody asks the gradient of: then rows are no streams.
+template <class Program>
+bool weighs_each_row(const Program& program) {
+  if constexpr (Program::kWeight && !Program::kDw) {
+    return program.weight.inner_stride != 0 || program.weight.outer_stride != 0;
+  } else {
+    return false;
+  }
+}
+
 // What the workspace must hold.
 template <class Program>
 void check_workspace(const Program& program, const Operands& operands, int64_t elements) {

@@ -64,7 +64,7 @@ void run_backward(const Program& program, const Operands& operands, const Device
   int written = streams.partials;
 
   if constexpr (Program::kRows) {
-    if (whole && !done && !streams.own && !apart) {
+    if (whole && !done && !streams.own && !apart && !weighs_each_row(program)) {
       StreamPlan plan = forced.threads > 0 ? forced : pick_streams(device, hidden_size, Program::kSums);
       const int64_t longest = (streams.rows + streams.partials - 1) / streams.partials;
       const int held = plan.lanes * plan.groups, cta = plan.threads * plan.rows;
