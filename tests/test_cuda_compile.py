@@ -24,6 +24,7 @@ from flashnorm.program import (
     RowProgram,
 )
 from tests import binaries
+from tests.gate_programs import DIT, GATED
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
@@ -40,6 +41,10 @@ PROGRAMS = {
     "dynamic_row": (RowProgram(LoadRow(), Rms(), (Affine(), Round()), QuantBlocks(0, 1e-10)), (B, B, E4M3, F)),
     "indexed": (RowProgram(LoadRow(indexed=True), Rms(), (Affine(),), Cast()), (B, "int32", B, B)),
     "int8": (RowProgram(LoadRow(scaled=True), Rms(), (Affine(),), Cast()), ("int8", F, B, B)),
+    "modulated": DIT["gate-modulated"],
+    "modulated_quant": DIT["gate-mxfp8"],
+    "second_norm": GATED["next-gained"],
+    "gated": GATED["before"],
 }
 
 
