@@ -25,6 +25,7 @@ from flashnorm.program import (
     RowProgram,
 )
 from tests import binaries
+from tests.gate_programs import DIT, GATED
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
@@ -47,6 +48,10 @@ PROGRAMS = {
         (B, F, F, F, F, B, F, F, F),
     ),
     "int8": (RowProgram(LoadRow(scaled=True), Rms(), (Affine(),), Cast()), ("int8", F, B, B)),
+    "modulated": DIT["gate-modulated"],
+    "modulated_quant": DIT["gate-mxfp8"],
+    "second_norm": GATED["next-gained"],
+    "gated": GATED["before"],
 }
 
 

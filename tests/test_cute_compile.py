@@ -24,6 +24,7 @@ from flashnorm.program import (
     Variant,
 )
 from tests import binaries
+from tests.gate_programs import GATED
 
 B, F, S = "bfloat16", "float16", "float32"
 E4, E5, I8, I32, I64 = "float8_e4m3fn", "float8_e5m2", "int8", "int32", "int64"
@@ -53,6 +54,9 @@ VARIANTS = {
     "blocks": Variant(BLOCKS, (B, B, E4, I32), 8200),
     "token": Variant(TOKEN, (B, B, B, I8, S, B), 65536),
     "picked": Variant(PICKED, (I8, I64, S, B, E5), 2048),
+    "next": Variant(*GATED["next"], 8192),
+    "next-gained": Variant(*GATED["next-gained"], 40000),
+    "mix-odd": Variant(*GATED["mix-gained"], 1003, row_rank=2, vec=1),
 }
 CASES = [(a, v) for a in ARCHS for v in (VARIANTS if a in ("sm_80", "sm_90a") else ("norm-wide", "train-odd", "quant"))]
 

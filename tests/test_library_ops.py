@@ -67,7 +67,7 @@ def registered(op: Op, device: torch.device, without: bool) -> tuple[Any, ...]:
         name = operand.name
         if name in op.optional and (without or (dynamic and name == "scale_ub") or name in ("scale", "row_index")):
             given.append(None)
-        elif name == "rstd":
+        elif operand.kind == "per_row" and operand.mode == "out":
             given.append(torch.empty(M))
         elif operand.kind == "swizzled":
             given.append(torch.zeros(128 * store.columns(H, "swizzled"), dtype=torch.uint8))

@@ -50,9 +50,9 @@ using LargeTiles = TileList<
     Tile<32, 1, 2, 1>, Tile<32, 1, 4, 1>, Tile<32, 1, 8, 1>, Tile<256, 1, 2, 1>, Tile<256, 1, 4, 1>, Tile<512, 1, 2, 1>,
     Tile<256, 2, 2, 2>, Tile<256, 4, 1, 4>, Tile<256, 4, 1, 8, Whole, false>,
     // rows of any width and alignment
-    Tile<0, 1, 1, 1, Shifted, true, 1, 512>, Tile<256, 1, 2, 1, Shifted>, Tile<512, 1, 2, 1, Shifted>,
+    Tile<0, 1, 1, 1, Shifted, true, 1, 512>, Tile<256, 1, 2, 1, Shifted>,
     // streamed
-    Tile<512, 1, 0, 0>, Tile<128, 8, 0, 0>, Tile<256, 1, 0, 0, Shifted>>;
+    Tile<256, 1, 0, 0>, Tile<128, 8, 0, 0>, Tile<256, 1, 0, 0, Shifted>>;
 
 // Further tiles for diffusion transformers, whose rows are gated, summed twice and modulated: instructions are close to
 // the limit (26 an element, 400 a thread and row), so few threads a row, and none that idles at the widths in use.
@@ -110,29 +110,29 @@ constexpr bool is_layered() {
 }
 
 template <class Load>
+struct IsModulated : std::false_type {};
+template <class... Each>
+struct IsModulated<GateResidual<Each...>> : std::true_type {};
+// Whether a program is one of diffusion transformers.
+template <class Program>
+constexpr bool is_modulated() {
+  return IsModulated<decltype(Program::load)>::value;
+}
+
+template <class Load>
 struct IsGated : std::false_type {};
 template <class... Each>
 struct IsGated<LoadGated<Each...>> : std::true_type {};
 
-// Whether a program takes many registers: it reads more than LayerNorm with a residual, a weight and a bias, or an
-// activation is in the way from what is read to what is kept.
+// Whether a program takes many registers: it reads more than LayerNorm with a residual, a weight and a bias, or rows and
+// vectors in further places, has the row again, or computes much on the way from what is read to what is kept.
 template <class Program>
 constexpr bool is_large() {
   using Load = LocatedOf<Program>;
   using Maps = decltype(Program::maps);
-  constexpr int kVecs = VecsOf<Load>::kThere ? int(sizeof(typename VecsOf<Load>::template Vecs<kGroup>)) : 0;
-  return int(sizeof(typename Load::template Raw<kGroup>)) + kVecs + Maps::raw_bytes() + Maps::row_bytes() > 96 ||
+  return int(sizeof(typename Load::template Raw<kGroup>)) + Maps::raw_bytes() > 96 || Maps::row_bytes() > 0 ||
+         VecsOf<Load>::kThere || AgainOf<decltype(Program::store)>::kThere || is_modulated<Program>() ||
          IsGated<decltype(Program::load)>::value;
-}
-
-template <class Load>
-struct IsModulated : std::false_type {};
-template <class... Each>
-struct IsModulated<GateResidual<Each...>> : std::true_type {};
-// Whether it is one of diffusion transformers.
-template <class Program>
-constexpr bool is_modulated() {
-  return IsModulated<decltype(Program::load)>::value;
 }
 
 // Whether instructions are the limit of a program, so that no thread should idle at the end of a row: 0, or the threads
@@ -293,11 +293,10 @@ inline Plan pick_any(const DeviceFacts& device, int64_t rows, int hidden_size, i
 // The plan in its place for a program that takes many registers.
 inline Plan with_registers(Plan plan, bool clusters, bool shifted) {
   const int held = plan.lanes * plan.groups;
-  if (shifted && held == 4) return {512, plan.rows, 1, 2, 1, plan.prefetch};
-  if (shifted && held == 0) return {256, 1, 1, 0, 0, plan.prefetch};
+  if (shifted && (held == 0 || held == 4)) return {256, 1, 1, 0, 0, plan.prefetch};
   if (plan.threads >= 512 && plan.cluster == 2) return {256, 1, 4, 1, 4, plan.prefetch};
   if (plan.threads >= 512 && held == 4 && clusters) return {256, 1, 2, 2, 2, plan.prefetch};
-  if (plan.threads >= 512 && plan.cluster == 1 && (held == 0 || held >= 4)) return {512, 1, 1, 0, 0, plan.prefetch};
+  if (plan.threads >= 512 && plan.cluster == 1 && (held == 0 || held >= 4)) return {256, 1, 1, 0, 0, plan.prefetch};
   return plan;
 }
 
