@@ -84,7 +84,7 @@ class GateBench(Bench):
     ) -> list[Buffers]:
         found = super().make_sets(count, num_tokens, hidden_size, dtype, device)
         for t in found if self.per_token else ():
-            slices = torch.empty(num_tokens, 6 * hidden_size, dtype=dtype, device=device).chunk(6, dim=1)
+            slices = torch.empty(num_tokens, 6 * hidden_size, dtype=dtype, device=t.x.device).chunk(6, dim=1)
             for name, part in zip(MODULATION, slices, strict=False):
                 if hasattr(t, name):
                     setattr(t, name, part.copy_(getattr(t, name)))

@@ -73,11 +73,12 @@ def _flashinfer(coded: bool, t: Buffers) -> Call:
     return _call(importlib.import_module("flashinfer.norm").fused_qk_rmsnorm_rope, coded, t)
 
 
-def _compiled(coded: bool, t: Buffers) -> Call:
+def _formula(coded: bool, compiled: bool, t: Buffers) -> Call:
     """The formula as models have it, sines and cosines made beforehand."""
     layout = layout_for(*t.x.shape)
     cos, sin = (turns.float().to(t.x.device) for turns in turns_of(layout))
-    formula = rivals.compiled(rivals.qk_norm_rope_codes if coded else rivals.qk_norm_rope, t.x.shape)
+    formula = rivals.qk_norm_rope_codes if coded else rivals.qk_norm_rope
+    formula = rivals.compiled(formula, t.x.shape) if compiled else formula
     return partial(formula, t.x, t.q_weight, t.k_weight, cos, sin, layout.heads, layout.head_dim)
 
 
@@ -151,10 +152,12 @@ class QkBench(Bench):
 
 def _bench(form: str, coded: bool, heads: Sequence[int]) -> QkBench:
     shapes: tuple[Shape, ...] = tuple((TOKENS, _width(n)) for n in heads)
-    bars = Bars(CUDA, AGAINST_FLASHINFER, 0.0, ("flashinfer",), ceiling=dict.fromkeys(shapes, CEILING))
-    peers: dict[str, Bind] = {"torch.compile": partial(_compiled, coded), "flashinfer": partial(_flashinfer, coded)}
+    bars = Bars(CUDA, AGAINST_FLASHINFER, 0.0, ("flashinfer cuda",), ceiling=dict.fromkeys(shapes, CEILING))
+    peers: dict[str, Bind] = {"torch": partial(_formula, coded, False), "torch.compile": partial(_formula, coded, True)}
     if MANY_HEADS in heads:
-        peers, bars = {"torch.compile": partial(_compiled, coded)}, replace(bars, ratio=None)
+        bars = replace(bars, ratio=None)
+    else:
+        peers["flashinfer cuda"] = partial(_flashinfer, coded)
     ours = partial(_call, flashnorm.fused_qk_rmsnorm_rope, coded)
     op = "fused_qk_rmsnorm_rope"
     behind = f"{op}_fp8" if coded else ""
@@ -163,7 +166,7 @@ def _bench(form: str, coded: bool, heads: Sequence[int]) -> QkBench:
 
 ENTRIES = (
     _bench("bf16", False, HEADS),
-    _bench("bf16 40 heads", False, (MANY_HEADS,)),
+    _bench("bf16_40_heads", False, (MANY_HEADS,)),
     _bench("e4m3", True, HEADS),
-    _bench("e4m3 40 heads", True, (MANY_HEADS,)),
+    _bench("e4m3_40_heads", True, (MANY_HEADS,)),
 )
