@@ -46,8 +46,8 @@ def _group(item: pytest.Item) -> str:
     return str(combo) if combo is not None else item.nodeid.split("[")[0]
 
 
-# Of these files' grids a plain run on the CPU takes one test of so many, always the same ones: two cores need minutes for
-# what each of them compiles or interprets. All of them run with --full, on a GPU, or where a test is named.
+# Of these files' grids a plain run on the CPU takes one test of so many, always the same ones: two cores need minutes
+# for what each of them compiles or interprets. All of them run with --full, on a GPU, or where a test is named.
 SAMPLED = {
     "test_backward": 2,
     "test_backward_emulated": 4,
