@@ -57,8 +57,21 @@ class RowSums {
     }
   };
 
+  // Loads that read vectors too are much code, which every pass would have several times: they stay functions.
   template <class Access>
   FN_HOST_DEVICE void fetch(float (&h)[kStep], const At<Access>& at, int count) const {
+    if constexpr (VecsOf<Load>::kThere) {
+      fetch_apart(h, at, count);
+    } else {
+      fetch_here(h, at, count);
+    }
+  }
+  template <class Access>
+  __attribute__((noinline)) void fetch_apart(float (&h)[kStep], const At<Access>& at, int count) const {
+    fetch_here(h, at, count);
+  }
+  template <class Access>
+  FN_HOST_DEVICE void fetch_here(float (&h)[kStep], const At<Access>& at, int count) const {
     typename Load::template Raw<kStep> raw;
     typename VecsOf<Load>::template Vecs<kStep> vecs;
     load_.fetch(raw, at);
