@@ -15,9 +15,9 @@ def layernorm(
     weight: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
-    mean: Tensor | None,
-    rest: Tensor | None,
-    rstd: Tensor | None,
+    mean: Tensor | None = None,
+    rest: Tensor | None = None,
+    rstd: Tensor | None = None,
     eps: float,
     numerics: str,
 ) -> None:
