@@ -43,7 +43,7 @@ def test_public_names() -> None:
         assert getattr(flashnorm, name) is FUNCTIONS[name] and name in flashnorm.__all__
     for name in (MIX, NEXT, GATE):
         assert f"supports_{name}" in flashnorm.__all__ and callable(getattr(flashnorm, f"supports_{name}"))
-    assert functional.__all__ == ["rmsnorm_gate"]
+    assert "rmsnorm_gate" in functional.__all__
 
 
 NEEDED = inspect.Parameter.empty

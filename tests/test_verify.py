@@ -120,7 +120,7 @@ def test_a_right_route_passes(perfect: None) -> None:
     found, missing = verify.check_device(CPU, quick=True)
     assert {line.op for line in found} == set(cases.operators())
     assert [line.failures for line in found] == [[] for _ in found]
-    assert all(line.bits and line.repeats and line.chunks and line.speed == 1.5 for line in found)
+    assert all(line.bits and line.repeats and line.chunks and line.speed is None for line in found)
     assert set(missing) == {"cute", "cuda", "torch"}
 
 

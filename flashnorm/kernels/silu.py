@@ -64,7 +64,7 @@ def _text(n):
     # The largest magnitude; a NaN goes the near way, through which it stays one.
     most = " ".join(f"abs.f32 d, ${GROUP + i}; max.f32 m, m, d;" for i in range(GROUP))
     return (
-        f"{{ .reg .pred p, q; .reg .f32 d, e, f, k, m, r, w; mov.f32 m, {_f(0.0)}; {most} "
+        f"{{ .reg .pred p, q; .reg .f32 d, e, f, k, m, r, w; mov.b32 m, 0; {most} "
         f"setp.le.f32 p, m, {_LIMIT}; @p bra NEAR; {_each(_far(n))} bra DONE; NEAR: {_each(_near(n))} DONE: }}"
     )
 

@@ -7,7 +7,7 @@
 
 namespace flashnorm {
 
-constexpr int kFoldColumns = 32, kFoldSlices = 16;  // of a CTA: more threads have too few registers
+constexpr int kFoldColumns = 16, kFoldSlices = 32;  // of a CTA: fewer slices are more values in flight, and spill
 
 struct FoldGrid {
   int64_t weight_rows;
