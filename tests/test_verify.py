@@ -121,7 +121,7 @@ def test_a_right_route_passes(perfect: None) -> None:
     assert {line.op for line in found} == set(cases.operators())
     assert [line.failures for line in found] == [[] for _ in found]
     assert all(line.bits and line.repeats and line.chunks and line.speed is None for line in found)
-    assert set(missing) == {"cute", "cuda", "torch"}
+    assert set(missing) == {"cute", "cuda"}  # the torch route is passed over in haste
 
 
 @pytest.mark.parametrize("where", [CPU, CUDA], ids=str)
