@@ -55,9 +55,6 @@ PROGRAMS = {
 }
 
 
-SPILL = ("backward_wide", "gated")  # a kernel of each uses a few bytes of stack: to be mended; seen with --full
-
-
 def pytest_generate_tests(metafunc):
     """Every architecture with one program, and with another one below and above native codes; all pairs with --full."""
     full = metafunc.config.getoption("--full")
@@ -65,7 +62,7 @@ def pytest_generate_tests(metafunc):
     pairs = [(arch, name) for arch in ARCHS for name in PROGRAMS]
     metafunc.parametrize(
         ("arch", "name"),
-        [(a, n) for a, n in pairs if full or (a == "sm_90a" and n not in SPILL) or n in every or (a, n) in always],
+        [(a, n) for a, n in pairs if full or a == "sm_90a" or n in every or (a, n) in always],
     )
 
 

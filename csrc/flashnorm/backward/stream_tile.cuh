@@ -36,10 +36,9 @@ constexpr int kPieces = Elements<T, kGroup>::kBytes / 16;
 template <class Program>
 constexpr int kStreamPieces = kPieces<typename Program::Dout> + kPieces<typename Program::X> +
                               kPieces<typename Program::G>;
-// Whether a thread keeps its part of the weight in registers.
+// Whether a thread keeps its part of the weight in registers: one in fp32 with four groups spilled.
 template <class Program, class Tile>
-constexpr bool kHoldsWeight = Tile::kHeld * Elements<typename Program::W, kGroup>::kBytes <=
-                              (Tile::kCta <= 256 ? 128 : 64);
+constexpr bool kHoldsWeight = Tile::kHeld * Elements<typename Program::W, kGroup>::kBytes <= 64;
 
 // Bytes of shared memory that all streams of a CTA need: of a stage, and of outer accumulators.
 template <class Program>

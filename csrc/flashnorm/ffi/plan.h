@@ -51,8 +51,8 @@ using LargeTiles = TileList<
     Tile<256, 2, 2, 2>, Tile<256, 4, 1, 4>, Tile<256, 4, 1, 8, Whole, false>,
     // rows of any width and alignment
     Tile<0, 1, 1, 1, Shifted, true, 1, 512>, Tile<256, 1, 2, 1, Shifted>,
-    // streamed
-    Tile<256, 1, 0, 0>, Tile<128, 8, 0, 0>, Tile<256, 1, 0, 0, Shifted>>;
+    // streamed; told of 512 threads, ptxas does not spill for a step of occupancy
+    Tile<256, 1, 0, 0>, Tile<128, 8, 0, 0>, Tile<256, 1, 0, 0, Shifted, true, 0, 512>>;
 
 // Further tiles for diffusion transformers, whose rows are gated, summed twice and modulated: instructions are close to
 // the limit (26 an element, 400 a thread and row), so few threads a row, and none that idles at the widths in use.
