@@ -24,7 +24,7 @@ from typing import Any
 
 from ..program import SCALES, BackwardProgram, Operand, Program, RowProgram, Stage, rounding
 from . import codegen_backward, codegen_qk
-from .codegen_types import CPP_TYPES, Route, bool_text, float_text
+from .codegen_text import CPP_TYPES, Route, bool_text, float_text, unit_text
 
 # What a route includes; each defines flashnorm::launch_rows(program, operands, enable_pdl).
 HEADERS: dict[Route, str] = {
@@ -138,34 +138,19 @@ def unit(program: Program, dtypes: tuple[str, ...], route: Route) -> str:
     names = [operand.name for operand in out.operands]
     parameters = [*(f"double {name}" for name in program.scalars()), "bool enable_pdl"]
     parameters += [f"TensorView {name}" for name in names]
-    return "\n".join(
-        [
-            f"// Generated from {program!r}",
-            f'#include "{HEADERS[route]}"',
-            "",
-            "#include <tvm/ffi/function.h>",
-            "",
-            "namespace {",
-            "",
-            "using namespace flashnorm;",
-            "",
-            *out.lines,
-            "struct Program {",
-            *(f"  {ctype} {member};" for member, (ctype, _) in members.items()),
-            "};",
-            "",
-            f"void launch({', '.join(parameters)}) {{",
-            f"  const TensorView tensors[] = {{{', '.join(names)}}};",
-            f"  Operands operands(tensors, {len(names)}, {out.grid});",
-            "  const Program program{",
-            *(f"      {init},  // {member}" for member, (_, init) in members.items()),
-            "  };",
-            "  launch_rows(program, operands, enable_pdl);",
-            "}",
-            "",
-            "}  // namespace",
-            "",
-            "TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch, launch)",
-            "",
-        ]
-    )
+    lines = [
+        *out.lines,
+        "struct Program {",
+        *(f"  {ctype} {member};" for member, (ctype, _) in members.items()),
+        "};",
+        "",
+        f"void launch({', '.join(parameters)}) {{",
+        f"  const TensorView tensors[] = {{{', '.join(names)}}};",
+        f"  Operands operands(tensors, {len(names)}, {out.grid});",
+        "  const Program program{",
+        *(f"      {init},  // {member}" for member, (_, init) in members.items()),
+        "  };",
+        "  launch_rows(program, operands, enable_pdl);",
+        "}",
+    ]
+    return unit_text(program, HEADERS[route], lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..program import BackwardProgram, rounding
-from .codegen_types import CPP_TYPES, Route, bool_text, float_text
+from .codegen_text import CPP_TYPES, Route, bool_text, float_text, unit_text
 
 # What a route includes; each defines flashnorm::launch_backward(program, operands, workspace_elements, enable_pdl).
 HEADERS: dict[Route, str] = {
@@ -39,42 +39,27 @@ def unit(program: BackwardProgram, dtypes: tuple[str, ...], route: Route) -> str
     def member(name: str) -> str:
         if name not in index:
             return "nullptr" if name == "workspace" else "{}"
-        bind = {"workspace": "workspace"}.get(name, "per_row" if name in ("mean", "rest", "rstd") else "row")
+        bind = "per_row" if name in ("mean", "rest", "rstd") else name if name == "workspace" else "row"
         return f"operands.{bind}<{const[name]}{types[name]}>({index[name]})"
 
     elements = ", ".join(types.get(name, "void") for name in _TYPES)
     parameters = ["bool enable_pdl", *(f"TensorView {name}" for name in index)]
-    return "\n".join(
-        [
-            f"// Generated from {program!r}",
-            f'#include "{HEADERS[route]}"',
-            "",
-            "#include <tvm/ffi/function.h>",
-            "",
-            "namespace {",
-            "",
-            "using namespace flashnorm;",
-            "",
-            "struct Options {",
-            f"  using Input = {CPP_TYPES[rounding(program, dtypes)]};",
-            f"  static constexpr bool kLayer = {bool_text(program.norm == 'layer')};",
-            f"  static constexpr bool kRoundNorm = {bool_text(program.round_norm)};",
-            f"  static constexpr float kOffset = {float_text(program.offset)};",
-            "};",
-            f"using Program = Backward<Options, {elements}>;",
-            "",
-            f"void launch({', '.join(parameters)}) {{",
-            f"  const TensorView tensors[] = {{{', '.join(index)}}};",
-            f"  Operands operands(tensors, {len(index)}, 0);",
-            "  const Program program{",
-            *(f"      {member(name)},  // {name}" for name in _MEMBERS),
-            "  };",
-            f"  launch_backward(program, operands, {'workspace.numel()' if program.sums else '0'}, enable_pdl);",
-            "}",
-            "",
-            "}  // namespace",
-            "",
-            "TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch, launch)",
-            "",
-        ]
-    )
+    lines = [
+        "struct Options {",
+        f"  using Input = {CPP_TYPES[rounding(program, dtypes)]};",
+        f"  static constexpr bool kLayer = {bool_text(program.norm == 'layer')};",
+        f"  static constexpr bool kRoundNorm = {bool_text(program.round_norm)};",
+        f"  static constexpr float kOffset = {float_text(program.offset)};",
+        "};",
+        f"using Program = Backward<Options, {elements}>;",
+        "",
+        f"void launch({', '.join(parameters)}) {{",
+        f"  const TensorView tensors[] = {{{', '.join(index)}}};",
+        f"  Operands operands(tensors, {len(index)}, 0);",
+        "  const Program program{",
+        *(f"      {member(name)},  // {name}" for name in _MEMBERS),
+        "  };",
+        f"  launch_backward(program, operands, {'workspace.numel()' if program.sums else '0'}, enable_pdl);",
+        "}",
+    ]
+    return unit_text(program, HEADERS[route], lines)

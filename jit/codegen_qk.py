@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..program import QkNormRope
+from .codegen_text import Route, bool_text, unit_text
 
 # What a route includes; each defines flashnorm::launch_qk(program, operands, enable_pdl).
-HEADERS = {"cuda": "flashnorm/ffi/launch_qk.h", "cpu": "flashnorm/cpu/launch_qk.h"}
+HEADERS: dict[Route, str] = {"cuda": "flashnorm/ffi/launch_qk.h", "cpu": "flashnorm/cpu/launch_qk.h"}
 
 
-def unit(program: QkNormRope, types: Sequence[str], route: str) -> str:
+def unit(program: QkNormRope, types: Sequence[str], route: Route) -> str:
     """The source text of a unit that exports `launch(integers, numbers) -> launch(*scalars, enable_pdl, *operands)`.
 
     Args:
@@ -56,36 +57,23 @@ def unit(program: QkNormRope, types: Sequence[str], route: str) -> str:
     }
     scalars = [f"double {name}" for name in program.scalars()]
     parameters = ", ".join([*scalars, "bool enable_pdl", *(f"TensorView {name}" for name in names)])
-    return "\n".join(
-        [
-            f"// Generated from {program!r}",
-            f'#include "{HEADERS[route]}"',
-            "",
-            "namespace {",
-            "",
-            "using namespace flashnorm;",
-            "",
-            "struct Options {",
-            f"  static constexpr Scope kScope = Scope::k{program.scope.capitalize()};",
-            f"  static constexpr bool kInterleave = {str(program.interleave).lower()};",
-            "};",
-            f"using Program = QkNormRope<{', '.join(['Options', *arguments])}>;",
-            "",
-            "tvm::ffi::Function bind(tvm::ffi::Array<int64_t> integers, tvm::ffi::Array<double> numbers) {",
-            "  const QkLayout layout = layout_of(integers, numbers);",
-            f"  return tvm::ffi::Function::FromTyped([layout]({parameters}) {{",
-            f"    const TensorView tensors[] = {{{', '.join(names)}}};",
-            f"    QkOperands operands(tensors, {len(names)}, layout);",
-            "    const Program program{",
-            *(f"        {init},  // {member}" for member, init in members.items()),
-            "    };",
-            "    launch_qk(program, operands, enable_pdl);",
-            "  });",
-            "}",
-            "",
-            "}  // namespace",
-            "",
-            "TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch, bind)",
-            "",
-        ]
-    )
+    lines = [
+        "struct Options {",
+        f"  static constexpr Scope kScope = Scope::k{program.scope.capitalize()};",
+        f"  static constexpr bool kInterleave = {bool_text(program.interleave)};",
+        "};",
+        f"using Program = QkNormRope<{', '.join(['Options', *arguments])}>;",
+        "",
+        "tvm::ffi::Function bind(tvm::ffi::Array<int64_t> integers, tvm::ffi::Array<double> numbers) {",
+        "  const QkLayout layout = layout_of(integers, numbers);",
+        f"  return tvm::ffi::Function::FromTyped([layout]({parameters}) {{",
+        f"    const TensorView tensors[] = {{{', '.join(names)}}};",
+        f"    QkOperands operands(tensors, {len(names)}, layout);",
+        "    const Program program{",
+        *(f"        {init},  // {member}" for member, init in members.items()),
+        "    };",
+        "    launch_qk(program, operands, enable_pdl);",
+        "  });",
+        "}",
+    ]
+    return unit_text(program, HEADERS[route], lines, "bind", includes=False)

@@ -56,7 +56,6 @@ _SOURCES = tuple(
         "ffi/select.h",
         "ffi/launch.h",
         "ffi/launch_qk.h",
-        "ffi/runtime.h",
         "qk",
         "qk_norm_rope.cuh",
     )

@@ -12,7 +12,7 @@
 namespace flashnorm {
 
 struct Forced {
-  QkDevice device{90, 132, 227 * 1024};
+  DeviceFacts device{90, 132, 227 * 1024};
   QkPlan plan{0, 0, Groups::kLoose, false};
 };
 inline Forced forced;

@@ -6,30 +6,15 @@
 
 namespace flashnorm {
 
-// The facts of the current device; the first call on a device also loads every kernel of the program there (ffi/launch.h).
 template <class Program>
 const DeviceFacts& backward_facts(int device) {
-  static DeviceFacts known[kMaxDevices];
-  if (device < 0 || device >= kMaxDevices) TVM_FFI_THROW(RuntimeError) << "no room for device " << device;
-  if (known[device].sm != 0) return known[device];
-  DeviceFacts facts;
-  int major = 0, minor = 0;
-  check(cudaDeviceGetAttribute(&facts.processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  check(cudaDeviceGetAttribute(&facts.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-        "cudaDeviceGetAttribute");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
-  facts.sm = 10 * major + minor;
-  for_each_backward_kernel<Program>([&](auto kernel) {
-    const void* function = reinterpret_cast<const void*>(kernel);
-    cudaFuncAttributes loaded;
-    check(cudaFuncGetAttributes(&loaded, function), "loading a backward kernel");
-    if (loaded.ptxVersion < facts.sm) facts.sm = loaded.ptxVersion;  // PTX has neither clusters nor dependent launches
-    const int most = facts.shared_memory - int(loaded.sharedSizeBytes);
-    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "cudaFuncSetAttribute");
+  return facts_of(device, [](DeviceFacts& facts) {
+    for_each_backward_kernel<Program>([&](auto kernel) {
+      const void* function = reinterpret_cast<const void*>(kernel);
+      const int own = load_kernel(function, facts);
+      allow_shared(function, facts.shared_memory - own);
+    });
   });
-  known[device] = facts;
-  return known[device];
 }
 
 #ifdef FLASHNORM_TUNING
@@ -62,26 +47,9 @@ void launch_backward(const Program& program, const Operands& operands, int64_t w
 #endif
   run_backward(program, operands, facts, forced, apart, [&](auto kernel, const auto& grid, const Extent& extent) {
     if (extent.ctas > 0x7FFFFFFFll) TVM_FFI_THROW(ValueError) << "too many rows for one launch";
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(unsigned(extent.ctas));
-    config.blockDim = dim3(extent.threads_x, extent.threads_y);
-    config.dynamicSmemBytes = size_t(extent.shared_bytes);
-    config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
-    cudaLaunchAttribute attributes[2];
-    config.attrs = attributes;
-    if (extent.cluster > 1) {
-      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim = {unsigned(extent.cluster), 1, 1};
-    }
-    if (enable_pdl && facts.sm >= 90) {
-      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attribute.val.programmaticStreamSerializationAllowed = 1;
-    }
-    using Grid = std::decay_t<decltype(grid)>;
-    void* arguments[] = {const_cast<Program*>(&program), const_cast<Grid*>(&grid)};
-    check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments), "launching a backward kernel");
+    const LaunchShape shape{extent.ctas, dim3(extent.threads_x, extent.threads_y), extent.shared_bytes, extent.cluster,
+                            enable_pdl && facts.sm >= 90};
+    launch_kernel(kernel, program, grid, shape, device);
   });
 }
 

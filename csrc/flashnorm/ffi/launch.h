@@ -6,37 +6,15 @@
 
 namespace flashnorm {
 
-// The facts of the current device. The first call on a device also loads every kernel of the program there:
-// the driver would otherwise load one when it is first launched, which may be inside a graph capture.
 template <class Program>
 const DeviceFacts& device_facts(int device) {
-  // One benign race: two threads may both ask, and write the same figures.
-  static DeviceFacts known[kMaxDevices];
-  if (device < 0 || device >= kMaxDevices) TVM_FFI_THROW(RuntimeError) << "no room for device " << device;
-  if (known[device].sm != 0) return known[device];
-  DeviceFacts facts;
-  int major = 0, minor = 0;
-  check(cudaDeviceGetAttribute(&facts.processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  check(cudaDeviceGetAttribute(&facts.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-        "cudaDeviceGetAttribute");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
-  facts.sm = 10 * major + minor;
-  for_each_kernel<Program>([&](RowKernel<Program> kernel, auto tile) {
-    const void* function = reinterpret_cast<const void*>(kernel);
-    cudaFuncAttributes loaded;
-    check(cudaFuncGetAttributes(&loaded, function), "loading a row kernel");
-    // Code made for an older architecture (PTX that the driver translated) has neither clusters nor the wait
-    // of a dependent launch in it, whatever the device could do.
-    if (loaded.ptxVersion < facts.sm) facts.sm = loaded.ptxVersion;
-    if (tile.kLanes == 0) {
-      check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 facts.shared_memory - kOwnSharedMemory),
-            "cudaFuncSetAttribute");
-    }
+  return facts_of(device, [](DeviceFacts& facts) {
+    for_each_kernel<Program>([&](RowKernel<Program> kernel, auto tile) {
+      const void* function = reinterpret_cast<const void*>(kernel);
+      load_kernel(function, facts);
+      if (tile.kLanes == 0) allow_shared(function, facts.shared_memory - kOwnSharedMemory);
+    });
   });
-  known[device] = facts;
-  return known[device];
 }
 
 #ifdef FLASHNORM_TUNING
@@ -85,26 +63,9 @@ void launch_rows(const Program& program, const Operands& operands, bool enable_p
   const RowLaunch<Program> launch = row_launch(program, operands, plan, facts);
   if (launch.ctas > 0x7FFFFFFFll) TVM_FFI_THROW(ValueError) << rows << " rows are too many for one launch";
 
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(launch.ctas));
-  config.blockDim = dim3(plan.threads, plan.rows);
-  config.dynamicSmemBytes = launch.stage_bytes;
-  config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
-  cudaLaunchAttribute attributes[2];
-  config.attrs = attributes;
-  if (plan.cluster > 1) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {unsigned(plan.cluster), 1, 1};
-  }
-  if (enable_pdl && facts.sm >= 90) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-  }
-  void* arguments[] = {const_cast<Program*>(&program), const_cast<RowGrid*>(&launch.grid)};
-  const void* kernel = reinterpret_cast<const void*>(launch.kernel);
-  check(cudaLaunchKernelExC(&config, kernel, arguments), "launching a row kernel");
+  const bool pdl = enable_pdl && facts.sm >= 90;
+  const LaunchShape shape{launch.ctas, dim3(plan.threads, plan.rows), launch.stage_bytes, plan.cluster, pdl};
+  launch_kernel(launch.kernel, program, launch.grid, shape, device);
 }
 
 }  // namespace flashnorm

@@ -2,17 +2,11 @@
 // runs it too.
 #pragma once
 
+#include "../ffi/facts.h"
 #include "../qk_norm_rope.cuh"
 #include "operands.h"
 
 namespace flashnorm {
-
-// What the plan needs to know of a device.
-struct QkDevice {
-  int sm = 0;
-  int processors = 0;
-  int shared_memory = 0;  // bytes a CTA may have
-};
 
 struct QkPlan {
   int threads;
@@ -53,14 +47,11 @@ bool whole_groups(const QkLayout& layout) {
   return layout.head_dim % kGroup == 0 && layout.rotary_dim % (Program::Options::kInterleave ? kGroup : 2 * kGroup) == 0;
 }
 
-// What a kernel takes of a CTA's shared memory besides: the slots of its sums, with room to spare.
-constexpr int kQkOwnMemory = 1024;
-
 template <class Program>
-QkPlan pick_qk(const QkDevice& device, int64_t tokens, const QkLayout& layout, bool aligned) {
+QkPlan pick_qk(const DeviceFacts& device, int64_t tokens, const QkLayout& layout, bool aligned) {
   const int bytes = table_bytes(layout) + layout.start(kV) * int(sizeof(typename Program::X));
   const bool whole = aligned && whole_groups<Program>(layout);
-  const bool staged = bytes + kQkOwnMemory <= device.shared_memory;
+  const bool staged = bytes + kOwnSharedMemory <= device.shared_memory;
   const Groups groups = whole ? Groups::kWhole : Groups::kLoose;
   constexpr bool kSums = Program::Options::kScope == Scope::kHidden;
   if (!staged) return {512, kSums ? 2 : 1, groups, false};
