@@ -166,3 +166,18 @@ def _seeded() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     assert torch.get_default_dtype() == default
+
+
+@pytest.fixture(params=["C++", "Python"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Both guards of warm calls, each from cold."""
+    from flashnorm.core import guard
+    from flashnorm.core.op import ALL
+
+    if request.param == "Python":
+        monkeypatch.setattr(guard, "_in_cpp", lambda *_: None)
+    for op in ALL.values():
+        op.forget()
+    yield request.param
+    for op in ALL.values():
+        op.forget()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +12,13 @@ from torch._subclasses import FakeTensorMode
 
 import flashnorm
 from flashnorm import functional
-from flashnorm.core import guard
-from flashnorm.core.op import ALL, Op
+from flashnorm.core.op import ALL
 from tests import gatecombos
 from tests.gatecombos import COMBOS, DIT, GATE, MIX, MIXES, NEXT, USUAL, A, B, C, GateCombo, of_shape
 from tests.gatekit import FUNCTIONS, GateCall, GateProblem
 from tests.inputs import gains, rows
 from tests.tolerance import Pool, assert_same_bits
+from tests.warm_calls import planned
 
 FORMS = (
     *USUAL,
@@ -268,27 +268,6 @@ def test_modes_of_torch_change_nothing(combo: GateCombo, device: torch.device) -
 
 
 # ------------------------------------------------------------------ warm calls
-@pytest.fixture(params=["C++", "Python"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Both guards, each from cold."""
-    if request.param == "Python":
-        monkeypatch.setattr(guard, "_in_cpp", lambda *_: None)
-    for op in ALL.values():
-        op.forget()
-    yield request.param
-    for op in ALL.values():
-        op.forget()
-
-
-def planned(call: Callable[[], Any]) -> int:
-    """How often a call leaves the warm path."""
-    times, plain = [], Op._execute
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Op, "_execute", lambda *a: (times.append(1), plain(*a))[1])
-        call()
-    return len(times)
-
-
 @pytest.mark.parametrize("out", ["none", "contiguous"])
 @every_form
 def test_many_calls_are_planned_once(combo: GateCombo, out: str, kind: str, device: torch.device) -> None:

@@ -7,22 +7,7 @@ import torch
 
 import flashnorm
 from flashnorm.core import guard
-from flashnorm.core.op import OPS
 from flashnorm.ops.rmsnorm import RMSNORM
-
-IN_CPP, IN_PYTHON = "C++", "Python"
-
-
-@pytest.fixture(params=[IN_CPP, IN_PYTHON])
-def kind(request, monkeypatch):
-    """Both guards, each from cold."""
-    if request.param == IN_PYTHON:
-        monkeypatch.setattr(guard, "_in_cpp", lambda *_: None)
-    for op in OPS.values():
-        op.forget()
-    yield request.param
-    for op in OPS.values():
-        op.forget()
 
 
 def make(device, *shape, dtype=torch.float32, seed=0):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,13 +9,13 @@ import pytest
 import torch
 
 import flashnorm
-from flashnorm.core import guard
-from flashnorm.core.op import ALL, Op
+from flashnorm.core.op import ALL
 from tests.combos import COMBOS, DYNAMIC, FP4, MXFP8, SCALED, STATIC, USUAL, Combo
 from tests.inputs import rows
 from tests.judge import check
 from tests.problem import Problem
 from tests.tolerance import Pool, assert_same_bits
+from tests.warm_calls import planned
 
 FORMS = tuple(
     dict.fromkeys(
@@ -34,28 +33,6 @@ FORMS = tuple(
 )
 every_form = pytest.mark.parametrize("combo", FORMS, ids=str)
 HOW_OFTEN = 200
-
-
-@pytest.fixture(params=["C++", "Python"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Both guards, each from cold."""
-    if request.param == "Python":
-        monkeypatch.setattr(guard, "_in_cpp", lambda *_: None)
-    for op in ALL.values():
-        op.forget()
-    yield request.param
-    for op in ALL.values():
-        op.forget()
-
-
-def planned(call: Callable[[], Any]) -> int:
-    """How often a call leaves the warm path, whatever the operator behind it."""
-    times = []
-    plain = Op._execute
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Op, "_execute", lambda *a: (times.append(1), plain(*a))[1])
-        call()
-    return len(times)
 
 
 @pytest.mark.parametrize("out", ["none", "contiguous"])
