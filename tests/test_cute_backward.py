@@ -14,7 +14,7 @@ from flashnorm.program import BackwardProgram, partials
 from tests import binaries
 from tests.canonical.backward import Order
 from tests.cute_backward import Backward, check
-from tests.test_cute_compile import ALLOWED, ARCHS, FLOAT
+from tests.test_cute_compile import ARCHS, not_allowed
 from tests.test_tile import HIDDEN, WIDE
 
 B, F, S = "bfloat16", "float16", "float32"
@@ -253,8 +253,7 @@ def compiled():
 def test_arithmetic_is_what_was_written(compiled, arch, name):
     """No contraction, no approximation, no flushing; architecture features only where they exist."""
     ptx = compiled(arch, name).ptx
-    used = set(FLOAT.findall(ptx))
-    assert used and not {u for u in used if not ALLOWED.fullmatch(u)}
+    assert not not_allowed(ptx)
     assert ".ftz" not in ptx and ".approx" not in ptx and ".local" not in ptx
     assert ("griddepcontrol" in ptx) == (tiles.sm_of(arch) >= 90)
     entries = re.findall(r"\.visible \.entry (\w+)", ptx)

@@ -325,7 +325,7 @@ def test_silu_is_near_the_formula():
     alone = np.resize(values, (-(-values.size // 8), 8))
     firsts = []
     for group in (mixed, alone):
-        got = np.stack(run(lambda *v: silu.silu(None, Silu(), 0, list(v)), *group.T), 1)
+        got = np.stack(run(lambda *v: silu.activate(list(v), "silu"), *group.T), 1)
         want = arithmetic.silu(torch.from_numpy(group)).numpy()
         numbers = ~np.isnan(want)
         np.testing.assert_array_equal(np.isnan(got), ~numbers)

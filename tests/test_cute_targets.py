@@ -20,7 +20,7 @@ from flashnorm.program import (
     Variant,
 )
 from tests import binaries
-from tests.test_cute_compile import ALLOWED, FLOAT
+from tests.test_cute_compile import not_allowed
 
 B, S, E4, U = "bfloat16", "float32", "float8_e4m3fn", "uint8"
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
@@ -78,8 +78,7 @@ def compiled():
 
 def test_arithmetic_is_what_was_written(compiled, arch, name):
     ptx = compiled(arch, name).ptx
-    used = set(FLOAT.findall(ptx))
-    assert used and not {u for u in used if not ALLOWED.fullmatch(u) and not MORE.fullmatch(u)}
+    assert not not_allowed(ptx, MORE)
     rest = re.sub(r"(?:rcp|ex2)\.approx\.ftz\.f32", "", ptx)
     assert ".ftz" not in rest and ".approx" not in rest and ".local" not in rest
 

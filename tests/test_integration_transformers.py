@@ -294,9 +294,20 @@ def test_layernorm_that_no_kernel_serves(calls: list[tuple[str, str]]) -> None:
     norm, x = layer(64), x_of(4, 64)
     want = norm(x)
     patch(norm)
-    assert torch.equal(norm(x), want)  # its weight wants a gradient
     with torch.no_grad():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(norm(x), want)
         assert torch.equal(norm(input=x), want)
     assert calls == []
+
+
+def test_layernorm_in_training(calls: list[tuple[str, str]]) -> None:
+    norm, x, dout = layer(64), x_of(4, 64).requires_grad_(), x_of(4, 64).flip(0)
+    given = [x, norm.weight, norm.bias]
+    want = [(out := norm(x)), *torch.autograd.grad(out, given, dout)]
+    patch(norm)
+    got = [(out := norm(x)), *torch.autograd.grad(out, given, dout)]
+    assert calls == [("layernorm", "torch")]
+    for mine, original in zip(got, want, strict=True):
+        limit = FP32_OF_LARGEST * float(original.detach().abs().max())
+        torch.testing.assert_close(mine, original, rtol=FP32_RELATIVE, atol=limit)
