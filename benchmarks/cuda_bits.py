@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.cuda_plans import BUILDS, NO_PLAN, Log, Plan, plans
+from benchmarks.cuda_plans import BUILDS, NO_PLAN, SHARED, Log, Plan, plans
+from benchmarks.tune_cases import Checker
 from tests.canonical import rmsnorm_bits
 from tests.csrc_programs import make
 
@@ -23,6 +24,8 @@ def wrong_plans(
     **layout: Any,
 ) -> dict[Plan, str]:  # fmt: skip
     """What is wrong with each plan; empty if nothing is."""
+    if name in SHARED:
+        return dict(_wrong_cases(name, module, h, tried))
     call = make(name, *BUILDS[name], rows, h, device="cuda", **layout)
     wrong = {}
     for plan in tried:
@@ -38,10 +41,20 @@ def wrong_plans(
     return wrong
 
 
+def _wrong_cases(name: str, module: Any, h: int, tried: Sequence[Plan]) -> Iterator[tuple[Plan, str]]:
+    checker = Checker(name, h)
+    for plan in tried:
+        module["force_plan"](*plan)
+        problem = checker.wrong(module["launch"])
+        module["force_plan"](*NO_PLAN)
+        if problem:
+            yield plan, problem
+
+
 def _work() -> Iterator[tuple[str, tuple[int, ...], int, dict[str, Any]]]:
     """(build, rows, H, how) of every check."""
     for h in WIDTHS:
-        for name in BUILDS:
+        for name in BUILDS.keys() - set(SHARED):
             yield name, (17 if h <= 4096 else 3 if h <= 65536 else 2,), h, {"bad_index": True}
     # One M of every class.
     for h in (7, 128, 576, 1024, 1536, 2047, 4096):
@@ -63,6 +76,9 @@ def _work() -> Iterator[tuple[str, tuple[int, ...], int, dict[str, Any]]]:
     for h in (128, 264, 576, 1536, 2048, 4096, 7168, 8192, 16384, 24576, 30000, 65536, 131072):
         for name in BUILDS:
             yield name, (5,), h, {"tried": None}
+    for h in (3072, 5120):
+        for name in ("ln", "ln_quant", *SHARED):
+            yield name, (1999,), h, {"tried": None}
     for h in (9, 100, 1003, 2047, 4095, 4100, 7777, 9001, 20001):
         for name in BUILDS:
             yield name, (17,), h, {"tried": None}

@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tune_cases import CASES
 from flashnorm.backends.cuda import spec
 from flashnorm.program import (
     AddResidual,
     Affine,
     AffineBias,
     Cast,
+    GateResidual,
     LoadRow,
     MeanVar,
     QuantBlocks,
@@ -58,10 +60,13 @@ BUILDS: dict[str, tuple[RowProgram, tuple[str, ...]]] = {
         (I8, "int64", F, B, E4, F),
     ),
 }
+# Programs that the cases of both tuners have, with their check of the bits.
+SHARED = ("gamma_beta", "gate_scale_shift")
+BUILDS |= {name: (CASES[name].program, CASES[name].dtypes) for name in SHARED}
 
-# threads a row, rows a CTA, CTAs a row, lanes a thread, groups a lane, prefetch
-Plan = tuple[int, int, int, int, int, bool]
-NO_PLAN: Plan = (0, 0, 0, 0, 0, False)
+# threads a row, rows a CTA, CTAs a row, lanes a thread, groups a lane, prefetch, whether CTAs take rows in turn
+Plan = tuple[int, int, int, int, int, bool, bool]
+NO_PLAN: Plan = (0, 0, 0, 0, 0, False, False)
 
 
 class Log:
@@ -108,19 +113,23 @@ def dtype_of(name: str, operand: str) -> str:
 def held_bytes(name: str) -> int:
     """Bytes an element takes between the passes, when it waits in registers (the load stage's Kept)."""
     load = BUILDS[name][0].load
+    if isinstance(load, GateResidual):
+        return 2 if load.rounded else 4
     if isinstance(load, AddResidual):
         return 4 if not load.rounded or dtype_of(name, "residual") == F else 2
     return 4 if dtype_of(name, "x") in (F, I8) else 2
 
 
-def further_tiles(name: str) -> int:
-    """Which tiles a program has beside those that all have: ffi/launch.h's numbers for them."""
+def lists_of(name: str) -> set[int]:
+    """Which tiles a program has: ffi/launch.h's numbers for their lists."""
     program, _ = BUILDS[name]
+    if isinstance(program.load, GateResidual):
+        return {2, 3, 4}
     if isinstance(program.stats, MeanVar):
-        return 2
+        return {0, 2}
     size = {F: 4, I8: 1}
     read = sum(size.get(dtype_of(name, o.name), 2) for o in program.load.operands() if o.kind in ("row", "pool"))
-    return int(read == 1 or (read == 2 and not isinstance(program.store, Cast)))
+    return {0, 1} if read == 1 or (read == 2 and not isinstance(program.store, Cast)) else {0}
 
 
 def plans(module: Any, name: str, m: int, h: int) -> Iterator[Plan]:
@@ -129,17 +138,23 @@ def plans(module: Any, name: str, m: int, h: int) -> Iterator[Plan]:
     while lanes < min(-(-h // 8), 1024):
         lanes *= 2
     numbers = [int(word) for word in module["tiles"]().split()]
-    for at in range(0, len(numbers), 6):
-        threads, cluster, held, groups, shifted, programs = numbers[at : at + 6]
-        some_rows, narrow = threads < 128, threads == 0 and held > 1
+    seen: set[Plan] = set()
+    for at in range(0, len(numbers), 9):
+        threads, cluster, held, groups, present, most, stays, shifted, programs = numbers[at : at + 9]
+        narrow = threads == 0 and held > 1
+        some_rows = threads < 128 or most > threads
         threads = threads or lanes // max(1, held)
         turns = -(-h // 8192)
-        fits = turns <= groups < 2 * turns and held * groups * 8 * held_bytes(name) <= 256
+        fits = turns <= groups < 2 * turns and present * 8 * held_bytes(name) <= 256
+        fits = fits and (present == held * groups or h <= 8 * present * threads * cluster)
         fits = fits or (held == 0 and turns > 1)
-        fits = fits and programs in (0, further_tiles(name)) and not (narrow and lanes > 32)
+        fits = fits and programs in lists_of(name) and not (narrow and lanes > 32)
         if bool(shifted) != (h % 8 != 0) or threads * cluster * max(1, held) != lanes or not fits:
             continue
-        for cta in (64, 128, 256) if some_rows and threads < 256 else (threads,):
-            if cta % threads == 0:
-                for prefetch in (True, False) if m <= 640 else (False,):
-                    yield (threads, cta // threads, cluster, held, groups, prefetch)
+        sizes = [cta for cta in (64, 128, 256, 512) if cta <= most and cta % threads == 0]
+        for cta in (most,) if stays else sizes if some_rows and threads < 256 else (threads,):
+            for prefetch in (True, False) if m <= 640 else (False,):
+                plan = (threads, cta // threads, cluster, held, groups, prefetch, bool(stays))
+                if plan not in seen:
+                    seen.add(plan)
+                    yield plan

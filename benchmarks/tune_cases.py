@@ -17,6 +17,7 @@ from flashnorm.program import (
     AffineBias,
     BlockScales,
     Cast,
+    GateResidual,
     LoadRow,
     MeanVar,
     Operand,
@@ -26,6 +27,7 @@ from flashnorm.program import (
     Rms,
     Round,
     RowProgram,
+    ScaleShift,
     Silu,
     Variant,
 )
@@ -37,9 +39,12 @@ SCALARS = {
     "scale_value": 0.05,
     "scale_ub_value": torch.finfo(torch.float32).max,
     "global_scale_value": 173.25,
+    "input_factor_value": 1.0,
 }
 DYNAMIC = (Affine(), Round())
 ACTIVE = (Affine(), Silu())
+GATED = GateResidual(gate=True, gate_bias=False, residual=True)
+SHIFTED = (ScaleShift(False, False),)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,10 @@ CASES = {
     "quant": Case(RowProgram(LoadRow(), Rms(), (Affine(),), QuantTensor()), (B, B, E4)),
     "add_quant": Case(RowProgram(AddResidual(), Rms(), (Affine(),), QuantTensor()), (B, B, B, E4)),
     "ln": Case(RowProgram(LoadRow(), MeanVar(), (AffineBias(),), Cast()), (B, S, S, B)),
+    "ln_quant": Case(RowProgram(LoadRow(), MeanVar(), (AffineBias(),), QuantTensor()), (B, S, S, E4)),
     "add_ln": Case(RowProgram(AddResidual(), MeanVar(), (AffineBias(),), Cast("x")), (B, B, S, S)),
+    "gamma_beta": Case(RowProgram(GATED, MeanVar(), (AffineBias(),), Cast("out")), (B, B, S, B, S, S, B)),
+    "gate_scale_shift": Case(RowProgram(GATED, MeanVar(), SHIFTED, Cast("out")), (B, B, S, B, S, S, B)),
     "blocks": Case(RowProgram(LoadRow(), Rms(), DYNAMIC, QuantBlocks(BLOCK, 1e-10)), (B, B, E4, S)),
     "token": Case(RowProgram(LoadRow(), Rms(), DYNAMIC, QuantBlocks(0, 1e-10, cap="value")), (B, B, E4, S)),
     "add_token": Case(RowProgram(AddResidual(), Rms(), DYNAMIC, QuantBlocks(0, 1e-10, cap="value")), (B, B, B, E4, S)),

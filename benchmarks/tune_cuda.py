@@ -25,6 +25,7 @@ import torch
 from benchmarks.cuda_bits import bits
 from benchmarks.cuda_plans import BUILDS, NO_PLAN, Log, Plan, build, plans
 from benchmarks.measure import Graph, count_launches, count_sets, time_graphs
+from benchmarks.tune_cases import SCALARS
 from flashnorm.program import Operand, QuantBlocks
 
 TABLE = [
@@ -77,7 +78,7 @@ def timed(family: str, modules: dict[str, Any], m: int, h: int, log: Log, deadli
     sets = count_sets(moved, props.L2_cache_size, free)
     launches = count_launches(sets, moved)
     buffers = [first, *(buffers_of_a_call() for _ in range(sets - 1))]
-    scalars = [{"eps": 1e-6, "scale_value": 0.05, "scale_ub_value": 1e3}[name] for name in program.scalars()]
+    scalars = [SCALARS[name] for name in program.scalars()]
 
     graphs: dict[str, Graph] = {}
     labels: dict[str, dict[str, Any]] = {}

@@ -37,9 +37,17 @@ class Emulated:
     def launch(self) -> Callable[..., Any]:
         return self.module["launch"]
 
-    def force(self, *, sm: int = 90, shared_memory: int = 227 * 1024, plan: tuple[int, ...] = (0, 0, 0, 0, 0)) -> None:
+    def force(
+        self,
+        *,
+        sm: int = 90,
+        shared_memory: int = 227 * 1024,
+        processors: int = 132,
+        plan: tuple[int, ...] = (0, 0, 0, 0, 0),
+        stays: bool = False,
+    ) -> None:
         """The device of the next launches, and their plan: threads, rows, cluster, lanes, groups; zeros for its own."""
-        self.module["force"](sm, shared_memory, *plan)
+        self.module["force"](sm, shared_memory, *plan, stays, processors)
 
 
 def build(

@@ -86,6 +86,30 @@ def test_forced_plans(units: dict[str, Emulated], name: str, h: int) -> None:
     assert carried_out > 0 or (h == 70000 and held == 4)
 
 
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Emulated]:
+    """With the tiles that only tuning builds have."""
+    names = ("layernorm", "layernorm_quant", "add_layernorm")
+    return build(
+        tmp_path_factory.mktemp("tried"), {name: PROGRAMS[name] for name in names}, defines=("FLASHNORM_TUNING",)
+    )
+
+
+@pytest.mark.parametrize("rows", [(1,), (5,), (13,), (3, 4)], ids=str)
+@pytest.mark.parametrize("h", [4104, 7168])
+@pytest.mark.parametrize("program", ["layernorm", "layernorm_quant", "add_layernorm"])
+def test_rows_in_turn(tried: dict[str, Emulated], program: str, h: int, rows: tuple[int, ...]) -> None:
+    """CTAs of one processor that stay: five rows at once. Rows of rows have a CTA each."""
+    tried[program].force(plan=(128, 1, 1, 8, 1), stays=True, processors=1)
+    launch(tried[program], prepare(program, rows, h, pad=8))
+
+
+@pytest.mark.parametrize("program", ["layernorm", "layernorm_quant", "add_layernorm"])
+def test_rows_side_by_side(tried: dict[str, Emulated], program: str) -> None:
+    tried[program].force(plan=(128, 2, 1, 8, 1))
+    launch(tried[program], prepare(program, (5,), 7168))
+
+
 @pytest.mark.parametrize("shared_memory", [227 * 1024, 2048])
 @pytest.mark.parametrize("h", [8264, 9001])
 def test_staged_and_read_again(units: dict[str, Emulated], name: str, h: int, shared_memory: int) -> None:

@@ -109,14 +109,58 @@ FN_DEVICE void store_row(const Store& store, typename Store::Given given, HeldRo
   }
 }
 
+// All of a row that is there, once its reads have begun.
+template <class Program, class HeldRow, class Reduce>
+FN_DEVICE void finish_row(const Program& program, HeldRow& row, Reduce& reduce, const Place& place,
+                          typename decltype(Program::store)::Given given) {
+  const auto state = program.stats.compute(row);
+  store_row(program.store, given, row, reduce, place, [&](auto& v, const auto& maps) {
+    program.stats.template normalize<HeldRow::kCentred>(v, state);
+    program.maps.apply(v, maps.raw, maps.rows);
+  });
+  if (place.speaks_for_row()) program.saves.put(state, Row{0, 0});
+}
+
+// The rows of a CTA that stays, one after the other: what a thread reads of the next one is on its way to shared memory
+// while it works on this one.
+template <class Program, class HeldRow, class Reduce>
+FN_DEVICE void take_turns(const Program& launched, const RowGrid& grid, Place place) {
+  Reduce reduce(place.row_in_cta, place.rank);
+  wait_for_earlier_kernels();
+  let_later_kernels_start();
+  const auto given = launched.store.read();
+  {
+    const Program program = entered<true>(launched, grid, place);
+    HeldRow(program, grid, place, reduce).ask();
+  }
+  while (place.row - place.row_in_cta < grid.rows) {
+    const Program program = entered<true>(launched, grid, place);
+    HeldRow row(program, grid, place, reduce);
+    row.read_asked();
+    Place next = place;
+    next.go_on(grid);
+    const Program later = entered<true>(launched, grid, next);
+    HeldRow(later, grid, next, reduce).ask();
+    finish_row(program, row, reduce, place, given);
+    place = next;
+  }
+}
+
+// CTAs that a processor must have registers for.
+template <class Program, class Tile>
+constexpr int residents() {
+  return Tile::kResident > 0 && held_bytes<Program>() <= 2 ? Tile::kResident : 0;
+}
+
 // ---------------------------------------------------------------- the kernel
 template <class Program, class Tile>
-__global__ void __launch_bounds__(Tile::kMaxCta)
+__global__ void __launch_bounds__(Tile::kMaxCta, residents<Program, Tile>())
     row_forward(const __grid_constant__ Program launched, const __grid_constant__ RowGrid grid) {
   using Reduce = RowReduce<Tile::kThreads, Tile::kCluster, decltype(Program::stats)::kSums>;
   using HeldRow = std::conditional_t<Tile::kLanes != 0, RegisterRow<Program, Tile, Reduce>,
                                      StreamedRow<Program, Tile, Reduce>>;
   const Place place(grid, Tile{});
+  if constexpr (Tile::kStays) return take_turns<Program, HeldRow, Reduce>(launched, grid, place);
   const Program program = entered(launched, grid, place);
   Reduce reduce(place.row_in_cta, place.rank);
   HeldRow row(program, grid, place, reduce);
@@ -127,12 +171,7 @@ __global__ void __launch_bounds__(Tile::kMaxCta)
 
   const auto given = program.store.read();
   row.read();
-  const auto state = program.stats.compute(row);
-  store_row(program.store, given, row, reduce, place, [&](auto& v, const auto& maps) {
-    program.stats.template normalize<HeldRow::kCentred>(v, state);
-    program.maps.apply(v, maps.raw, maps.rows);
-  });
-  if (place.speaks_for_row()) program.saves.put(state, Row{0, 0});
+  finish_row(program, row, reduce, place, given);
   if constexpr (decltype(Program::store)::kBlock != kNoBlock) {
     // Rows of the grid past the last one write zeros where the scales are padded.
     if (place.row >= grid.rows && place.row < program.store.padded_rows()) {

@@ -55,9 +55,10 @@ inline bool has_kernel(int threads, int rows, int cluster, int lanes, int groups
                   : heavy && any_carries_out(plan, kept, whole, HeavyTiles{}));
 }
 
-inline void force(int sm, int shared_memory, int threads, int rows, int cluster, int lanes, int groups) {
-  forced.device = {sm, 132, shared_memory};
-  forced.plan = {threads, rows, cluster, lanes, groups, true};
+inline void force(int sm, int shared_memory, int threads, int rows, int cluster, int lanes, int groups, bool stays,
+                  int processors) {
+  forced.device = {sm, processors, shared_memory};
+  forced.plan = {threads, rows, cluster, lanes, groups, true, stays};
 }
 
 }  // namespace flashnorm

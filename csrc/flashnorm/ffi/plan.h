@@ -17,6 +17,7 @@ struct Plan {
   int lanes;      // a thread, in registers; 0: streamed
   int groups;     // a lane
   bool prefetch;  // before the wait for the earlier kernel
+  bool stays = false;  // CTAs take rows in turn
 };
 
 // The tiles there are. Each is a kernel to build, about 0.4 s; a plan with `lanes` is one of them.
@@ -74,9 +75,23 @@ using LayerTiles = TileList<            //
     Tile<0, 1, 4, 1, Whole, false>,     // and more of them
     Tile<64, 1, 4, 1>,                  // many rows of up to 2048
     Tile<128, 1, 4, 1, Whole, false>,   // of up to 4096
+    Tile<128, 1, 8, 1, Whole, false, 7, 128, 6>,  // of up to 7168, six rows on a processor
     Tile<128, 1, 8, 1, Whole, false>,   // of up to 8192
     Tile<256, 1, 4, 2, Whole, false>,   // of up to 16384
     Tile<128, 4, 2, 4, Whole, false>>;  // of up to 32768
+
+#ifdef FLASHNORM_TUNING
+// What nobody has measured, for tuning builds alone (benchmarks/tune_cuda.py): CTAs that stay and copy their next row
+// meanwhile; several rows in a CTA, which find each other's vectors in L1.
+using TriedLayerTiles = TileList<Tile<128, 1, 8, 1, Whole, false, 7, 128, 5, true>,  //
+                                 Tile<128, 1, 8, 1, Whole, false, 7, 256, 3>>;
+using TriedModulatedTiles = TileList<Tile<64, 1, 8, 1, Whole, false, 6, 256, 2>,   //
+                                     Tile<128, 1, 8, 1, Whole, false, 5, 256, 2>,  //
+                                     Tile<128, 1, 8, 1, Whole, false, 5, 128, 4, true>>;
+#else
+using TriedLayerTiles = TileList<>;
+using TriedModulatedTiles = TileList<>;
+#endif
 
 // In their place for programs whose limit is instructions: four lanes a thread, which share a thread's own work, or
 // eight where fewer threads leave none of them idle.
@@ -160,12 +175,12 @@ template <bool kWanted, class List>
 using TilesIf = std::conditional_t<kWanted, List, TileList<>>;
 template <bool kHeavy, bool kLayered, bool kDense>
 using FurtherTiles =
-    std::conditional_t<kLayered, LayerTiles, std::conditional_t<kDense, DenseTiles, TilesIf<kHeavy, HeavyTiles>>>;
+    std::conditional_t<kLayered, decltype(joined(LayerTiles{}, TriedLayerTiles{})), std::conditional_t<kDense, DenseTiles, TilesIf<kHeavy, HeavyTiles>>>;
 template <class Program>
 using TilesOf = decltype(joined(
     joined(std::conditional_t<is_large<Program>(), LargeTiles, Tiles>{},
            FurtherTiles<is_heavy<Program>(), is_layered<Program>(), least_dense<Program>() != 0>{}),
-    TilesIf<is_modulated<Program>(), ModulatedTiles>{}));
+    TilesIf<is_modulated<Program>(), decltype(joined(ModulatedTiles{}, TriedModulatedTiles{}))>{}));
 
 // A thread's part of a row stays in registers up to this many bytes, else in shared memory.
 constexpr int kRegisterBytes = 256;

@@ -1,6 +1,8 @@
 // From a plan to the kernel that carries it out and that kernel's arguments. No CUDA runtime: a test runs it too.
 #pragma once
 
+#include <algorithm>
+
 #include "../row_forward.cuh"
 #include "operands.h"
 #include "plan.h"
@@ -16,7 +18,8 @@ bool carries_out(const Plan& plan, bool whole) {
   const bool threads = Tile::kNarrow ? plan.threads * plan.lanes <= 32
                                      : Tile::kThreads == 0 || Tile::kThreads == plan.threads;
   return threads && Tile::kCluster == plan.cluster && Tile::kLanes == plan.lanes && Tile::kGroups == plan.groups &&
-         (Tile::kManyRows || plan.rows == 1) && std::is_same_v<typename Tile::Access, Shifted> != whole;
+         (Tile::kManyRows || plan.rows == 1) && plan.threads * plan.rows <= Tile::kMaxCta && plan.stays == Tile::kStays &&
+         std::is_same_v<typename Tile::Access, Shifted> != whole;
 }
 
 template <class Visit, class... Each>
@@ -46,11 +49,13 @@ struct RowLaunch {
 };
 
 template <class Program>
-RowLaunch<Program> row_launch(const Program&, const Operands& operands, const Plan& plan, const DeviceFacts& device) {
+RowLaunch<Program> row_launch(const Program&, const Operands& operands, Plan plan, const DeviceFacts& device) {
   using Raw = typename LocatedOf<Program>::template Raw<kGroup>;
   const int64_t rows = operands.rows();
   const bool whole = operands.width() == kGroup;
-  RowLaunch<Program> launch{nullptr, {rows, operands.inner(), operands.hidden_size(), plan.prefetch, false}, 0, 0};
+  RowLaunch<Program> launch{nullptr, {rows, operands.inner(), operands.hidden_size(), plan.prefetch, false, 0}, 0, 0};
+  plan.stays = plan.stays && operands.inner() == rows;  // a place in rows of rows costs a division a turn
+  int resident = 0;
   int present = 0;  // of the tiles that carry it out, the one with the least room
   for_each_kernel<Program>([&](RowKernel<Program> kernel, auto tile) {
     using Tile = decltype(tile);
@@ -59,12 +64,18 @@ RowLaunch<Program> row_launch(const Program&, const Operands& operands, const Pl
     if (!carries_out<Tile>(plan, whole) || !room || (launch.kernel != nullptr && Tile::kPresent > present)) return;
     launch.kernel = kernel;
     present = Tile::kPresent;
+    resident = Tile::kResident;
   });
   if (launch.kernel == nullptr) {
     TVM_FFI_THROW(RuntimeError) << "no kernel for " << plan.threads << " threads x " << plan.cluster << " CTAs a row, "
                                 << plan.lanes << " lanes a thread, " << plan.groups << " groups a lane";
   }
   launch.ctas = (operands.grid_rows() + plan.rows - 1) / plan.rows * plan.cluster;
+  if (plan.stays) {
+    launch.ctas = std::min<int64_t>(launch.ctas, resident * int64_t(device.processors));
+    launch.grid.at_once = launch.ctas * plan.rows;
+    launch.stage_bytes = present * plan.threads * plan.rows * int(sizeof(Raw));
+  }
   if (plan.lanes == 0) {
     const int columns = kGroup * plan.threads * plan.cluster;
     const int64_t groups = (operands.hidden_size() + columns - 1) / columns * plan.threads * plan.rows;

@@ -17,12 +17,13 @@ struct RowGrid {
   int hidden_size;
   bool prefetch;  // ask for the row and the weights before the wait for the earlier kernel
   bool staged;    // StreamedRow keeps the row in shared memory
+  int64_t at_once;  // rows of all CTAs, where they take rows in turn
 };
 
 // How a kernel divides a row, fixed when it is compiled: instructions, not bytes, are what a kernel that asks
 // for all of this at run time runs out of.
 template <int kThreads_, int kCluster_, int kLanes_, int kGroups_, class Access_ = Whole, bool kEarlyMaps_ = true,
-          int kPresent_ = kLanes_ * kGroups_, int kMaxCta_ = 0>
+          int kPresent_ = kLanes_ * kGroups_, int kMaxCta_ = 0, int kResident_ = 0, bool kStays_ = false>
 struct Tile {
   static constexpr int kThreads = kThreads_;      // a row, in one CTA; 0: any power of two, blockDim.x, of which
                                                   // several lanes a thread are at most 32 lanes
@@ -31,12 +32,16 @@ struct Tile {
   static constexpr int kGroups = kGroups_;        // a lane
   static constexpr int kPresent = kPresent_;      // groups of a thread that rows have at most
   static constexpr bool kEarlyMaps = kEarlyMaps_;  // what the maps read is asked for before the barrier
-  static constexpr bool kManyRows = kThreads < 128;  // a CTA may work on several rows
+  static constexpr bool kManyRows = kThreads < 128 || (kLanes > 0 && kMaxCta_ > kThreads);  // a CTA may work on several rows
+  // CTAs that a processor should have registers for, where rows wait in as many bytes as they are read in; 0: no matter.
+  static constexpr int kResident = kResident_;
+  static constexpr bool kStays = kStays_;  // so many CTAs stay, and take rows in turn
   using Access = Access_;
   static constexpr bool kNarrow = kThreads == 0 && kLanes > 1;
   static constexpr int kMaxCta =
       kMaxCta_ > 0 ? kMaxCta_ : (kThreads == 0 && !kNarrow) || kThreads > 512 ? 1024 : kThreads > 256 ? 512 : 256;
   static_assert(kPresent == kLanes * kGroups || kGroups == 1, "a lane's groups are all there or none is");
+  static_assert(!kStays || (kResident > 0 && kCluster == 1), "so many stay, each with rows of its own");
 };
 
 template <class... Each>
@@ -62,17 +67,27 @@ struct Place {
       row = row * blockDim.y + row_in_cta;
     }
     first_group = rank * int(blockDim.x) + int(threadIdx.x);
-    left = row < grid.rows ? grid.hidden_size - first_group * kGroup : 0;
+    settle(grid);
+  }
+  // To the row of this thread's next turn.
+  FN_DEVICE void go_on(const RowGrid& grid) {
+    row += grid.at_once;
+    settle(grid);
   }
 
   FN_DEVICE bool speaks_for_row() const { return first_group == 0 && left > 0; }
+
+ private:
+  FN_DEVICE void settle(const RowGrid& grid) {
+    left = row < grid.rows ? grid.hidden_size - first_group * kGroup : 0;
+  }
 };
 
 // The program, with its operands moved to this thread's place: all else is a constant offset from there.
-template <class Program>
+template <bool kFlat = false, class Program>
 FN_DEVICE Program entered(Program program, const RowGrid& grid, const Place& place) {
   Row row{0, place.row, place.row};
-  if (grid.inner != grid.rows) {
+  if (!kFlat && grid.inner != grid.rows) {
     row.outer =
         grid.rows <= 0xFFFFFFFFll ? uint32_t(place.row) / uint32_t(grid.inner) : uint64_t(place.row) / grid.inner;
     row.inner = place.row - row.outer * grid.inner;

@@ -66,7 +66,9 @@ class RegisterRow {
     }
   }
 
-  FN_DEVICE void read() {
+  // The row, from where `fetch(load, raw, group)` has it.
+  template <class Fetch>
+  FN_DEVICE void read(const Fetch& fetch) {
     const Load load = program_.load.locate(Row{0, 0}, place_.left > 0);
     Vecs vecs[kHeld > 1 ? 2 : 1];  // in caches: one group ahead is enough
     FN_UNROLL
@@ -74,7 +76,7 @@ class RegisterRow {
       Raw raw[kReads] = {};
       FN_UNROLL
       for (int i = 0; i < kReads && first + i < kHeld; ++i) {
-        if (reaches<Access>(place_, col(first + i))) load.fetch(raw[i], at<Access>(first + i));
+        if (reaches<Access>(place_, col(first + i))) fetch(load, raw[i], first + i);
       }
       if (first == 0) {
         read_map_rows();
@@ -92,6 +94,24 @@ class RegisterRow {
       }
     }
     if (!kEarlyMaps) read_maps(0);
+  }
+
+  FN_DEVICE void read() {
+    read([&](const Load& load, Raw& raw, int group) { load.fetch(raw, at<Access>(group)); });
+  }
+
+  // The same by way of shared memory, where a thread reads only what it put there: `ask` starts copies, and `read_asked`
+  // has the row once they are there.
+  FN_DEVICE void ask() const {
+    const Load load = program_.load.locate(Row{0, 0}, place_.left > 0);
+    FN_UNROLL
+    for (int i = 0; i < kHeld; ++i) {
+      if (reaches<Access>(place_, col(i))) load.fetch(asked(i), at<Async>(i));
+    }
+  }
+  FN_DEVICE void read_asked() {
+    await_copies();
+    read([&](const Load&, Raw& raw, int group) { raw = asked(group); });
   }
 
   FN_DEVICE int hidden_size() const { return hidden_size_; }
@@ -218,6 +238,9 @@ class RegisterRow {
   FN_DEVICE int count(int i) const {
     if (i >= kCertain) return elements_of<Out>(place_, col(i));
     return kHasRow || place_.left > 0 ? kGroup : 0;
+  }
+  FN_DEVICE Raw& asked(int i) const {
+    return reinterpret_cast<Raw*>(dynamic_shared())[(i * int(Tile::kManyRows ? blockDim.y : 1) + place_.row_in_cta) * Tile::kThreads + int(threadIdx.x)];
   }
   template <class Out>
   FN_DEVICE At<Out> at(int i) const {
