@@ -17,9 +17,13 @@ from flashnorm.program import (
     AffineBias,
     BlockScales,
     Cast,
+    Gate,
     GateResidual,
+    LoadGained,
     LoadRow,
     MeanVar,
+    MixResidual,
+    NextNorm,
     Operand,
     QuantBlocks,
     QuantNvfp4,
@@ -40,11 +44,15 @@ SCALARS = {
     "scale_ub_value": torch.finfo(torch.float32).max,
     "global_scale_value": 173.25,
     "input_factor_value": 1.0,
+    "next_eps": 1e-5,
+    "center": 1.0,
+    "next_center": 1.0,
 }
 DYNAMIC = (Affine(), Round())
 ACTIVE = (Affine(), Silu())
 GATED = GateResidual(gate=True, gate_bias=False, residual=True)
 SHIFTED = (ScaleShift(False, False),)
+MIXED = (MixResidual("vec"),)
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,9 @@ CASES = {
     "add_ln": Case(RowProgram(AddResidual(), MeanVar(), (AffineBias(),), Cast("x")), (B, B, S, S)),
     "gamma_beta": Case(RowProgram(GATED, MeanVar(), (AffineBias(),), Cast("out")), (B, B, S, B, S, S, B)),
     "gate_scale_shift": Case(RowProgram(GATED, MeanVar(), SHIFTED, Cast("out")), (B, B, S, B, S, S, B)),
+    "mix": Case(RowProgram(LoadGained(), Rms(), MIXED, Cast("out", like="residual")), (B, B, S, S, S, S)),
+    "next": Case(RowProgram(LoadGained(), Rms(), MIXED, NextNorm()), (B, B, S, S, S, S, B, B)),
+    "gate": Case(RowProgram(LoadRow(), Rms(), (Gate("sigmoid"),), Cast("x")), (B, B)),
     "blocks": Case(RowProgram(LoadRow(), Rms(), DYNAMIC, QuantBlocks(BLOCK, 1e-10)), (B, B, E4, S)),
     "token": Case(RowProgram(LoadRow(), Rms(), DYNAMIC, QuantBlocks(0, 1e-10, cap="value")), (B, B, E4, S)),
     "add_token": Case(RowProgram(AddResidual(), Rms(), DYNAMIC, QuantBlocks(0, 1e-10, cap="value")), (B, B, B, E4, S)),

@@ -40,10 +40,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _group(item: pytest.Item) -> str:
-    """Tests that share compiled kernels stay together: those of one combination, or else of one function."""
+    """Tests that share what takes long stay together: kernels of a combination, or of an architecture, or
+    what a file makes once; else those of one function."""
     callspec = getattr(item, "callspec", None)
-    combo = callspec.params.get("combo") if callspec is not None else None
-    return str(combo) if combo is not None else item.nodeid.split("[")[0]
+    given = callspec.params if callspec is not None else {}
+    if "combo" in given:
+        return str(given["combo"])
+    if {"arch", "name"} <= given.keys():
+        return f"{item.path.stem} {given['arch']} {given['name']}"
+    fixtures = getattr(item, "_fixtureinfo", None)
+    made = fixtures.name2fixturedefs.values() if fixtures is not None else ()
+    if any(definition.scope == "module" for definitions in made for definition in definitions):
+        return item.path.stem
+    return item.nodeid.split("[")[0]
 
 
 # Of these files' grids a plain run on the CPU takes one test of so many, always the same ones: two cores need minutes
@@ -76,6 +85,7 @@ def _left_out(config: pytest.Config, item: pytest.Item) -> bool:
     return getattr(item, "callspec", None) is not None and zlib.crc32(item.nodeid.encode()) % share != 0
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = [item for item in items if _left_out(config, item)]
     config.hook.pytest_deselected(items=left_out)
