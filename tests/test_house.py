@@ -216,3 +216,11 @@ def test_the_checks_see_what_they_look_for() -> None:
         (1, "flashnorm"),
     ]
     assert sorted(reads_environment(ast.parse("import os\nos.environ['A']\nfrom os import getenv"))) == [2, 3]
+
+
+def test_groups_of_tests_stay_together(request: pytest.FixtureRequest) -> None:
+    """Else each process makes what a group shares."""
+    if request.config.getoption("loadgroup", False):
+        assert "@" in request.node.nodeid
+    else:
+        pytest.skip("for pytest-xdist with --dist loadgroup")
