@@ -34,7 +34,7 @@ import torch
 
 from flashnorm.integrations.transformers import patch
 
-SMOOTHED = 8  # steps of the moving average
+SMOOTHED = 20  # steps of the moving average
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
