@@ -42,7 +42,10 @@ _DIT_BARS = Bars(
 )  # fmt: skip
 _CODES_BARS = Bars(CUDA, ratio=1.0, slack_us=0.0, rivals=("torch.compile",))
 _MIX_BARS = Bars(
-    ratio=1.0, slack_us=0.05, rivals=("torch.compile",), ceiling={shape: 0.85 for shape in MIX_TABLE if shape[0] >= 4096}
+    ratio=1.0,
+    slack_us=0.05,
+    rivals=("torch.compile",),
+    ceiling={shape: 0.85 for shape in MIX_TABLE if shape[0] >= 4096},
 )
 
 

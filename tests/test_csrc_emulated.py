@@ -89,7 +89,7 @@ def test_forced_plans(units: dict[str, Emulated], name: str, h: int) -> None:
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Emulated]:
     """With the tiles that only tuning builds have."""
-    names = ("layernorm", "layernorm_quant", "add_layernorm")
+    names = ("layernorm", "layernorm_quant", "add_layernorm", "block_quant")
     return build(
         tmp_path_factory.mktemp("tried"), {name: PROGRAMS[name] for name in names}, defines=("FLASHNORM_TUNING",)
     )
@@ -108,6 +108,12 @@ def test_rows_in_turn(tried: dict[str, Emulated], program: str, h: int, rows: tu
 def test_rows_side_by_side(tried: dict[str, Emulated], program: str) -> None:
     tried[program].force(plan=(128, 2, 1, 8, 1))
     launch(tried[program], prepare(program, (5,), 7168))
+
+
+@pytest.mark.parametrize("h", [4224, 7168])
+def test_blocks_on_few_threads(tried: dict[str, Emulated], h: int) -> None:
+    tried["block_quant"].force(plan=(128, 1, 1, 8, 1))
+    launch(tried["block_quant"], prepare("block_quant", (3,), h))
 
 
 @pytest.mark.parametrize("shared_memory", [227 * 1024, 2048])

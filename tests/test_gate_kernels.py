@@ -109,6 +109,26 @@ PLANS = {
 }
 
 
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    """With the tiles that only tuning builds have."""
+    name = "gate-modulated"
+    return build(tmp_path_factory.mktemp("tried"), {name: ALL[name]}, defines=("FLASHNORM_TUNING",))[name]
+
+
+@pytest.mark.parametrize(("h", "plan"), [(3072, (64, 4, 1, 8, 1)), (2568, (64, 2, 1, 8, 1)), (5120, (128, 2, 1, 8, 1))])
+def test_rows_side_by_side(tried: Emulated, h: int, plan: tuple[int, ...]) -> None:
+    tried.force(plan=plan)
+    run(tried, (5,), h)
+
+
+@pytest.mark.parametrize("outer", [(3,), (9,), (2, 3)], ids=str)
+def test_rows_in_turn(tried: Emulated, outer: tuple[int, ...]) -> None:
+    """Four rows at once, on one processor."""
+    tried.force(plan=(128, 1, 1, 8, 1), stays=True, processors=1)
+    run(tried, outer, 5120)
+
+
 @pytest.mark.parametrize("h", PLANS)
 def test_forced_plans(units: dict[str, Emulated], unit: str, h: int) -> None:
     carried_out, h_whole = 0, whole(units[unit].program, h)

@@ -146,10 +146,10 @@ FN_DEVICE void take_turns(const Program& launched, const RowGrid& grid, Place pl
   }
 }
 
-// CTAs that a processor must have registers for.
+// CTAs that a processor must have registers for: where a thread's part of a row waits in 32 of them or fewer.
 template <class Program, class Tile>
 constexpr int residents() {
-  return Tile::kResident > 0 && held_bytes<Program>() <= 2 ? Tile::kResident : 0;
+  return Tile::kPresent * kGroup * held_bytes<Program>() <= 128 ? Tile::kResident : 0;
 }
 
 // ---------------------------------------------------------------- the kernel

@@ -82,14 +82,17 @@ using LayerTiles = TileList<            //
 
 #ifdef FLASHNORM_TUNING
 // What nobody has measured, for tuning builds alone (benchmarks/tune_cuda.py): CTAs that stay and copy their next row
-// meanwhile; several rows in a CTA, which find each other's vectors in L1.
+// meanwhile; several rows in a CTA, which find each other's vectors in L1; so few threads that hundreds of rows
+// run at once.
 using TriedLayerTiles = TileList<Tile<128, 1, 8, 1, Whole, false, 7, 128, 5, true>,  //
                                  Tile<128, 1, 8, 1, Whole, false, 7, 256, 3>>;
+using TriedHeavyTiles = TileList<Tile<128, 1, 8, 1, Whole, false, 7, 128>>;
 using TriedModulatedTiles = TileList<Tile<64, 1, 8, 1, Whole, false, 6, 256, 2>,   //
                                      Tile<128, 1, 8, 1, Whole, false, 5, 256, 2>,  //
                                      Tile<128, 1, 8, 1, Whole, false, 5, 128, 4, true>>;
 #else
 using TriedLayerTiles = TileList<>;
+using TriedHeavyTiles = TileList<>;
 using TriedModulatedTiles = TileList<>;
 #endif
 
@@ -173,14 +176,17 @@ constexpr ProgramFacts facts_of() {
 
 template <bool kWanted, class List>
 using TilesIf = std::conditional_t<kWanted, List, TileList<>>;
+using AllLayerTiles = decltype(joined(LayerTiles{}, TriedLayerTiles{}));
+using AllHeavyTiles = decltype(joined(HeavyTiles{}, TriedHeavyTiles{}));
+using AllModulatedTiles = decltype(joined(ModulatedTiles{}, TriedModulatedTiles{}));
 template <bool kHeavy, bool kLayered, bool kDense>
-using FurtherTiles =
-    std::conditional_t<kLayered, decltype(joined(LayerTiles{}, TriedLayerTiles{})), std::conditional_t<kDense, DenseTiles, TilesIf<kHeavy, HeavyTiles>>>;
+using FurtherTiles = std::conditional_t<kLayered, AllLayerTiles,
+                                        std::conditional_t<kDense, DenseTiles, TilesIf<kHeavy, AllHeavyTiles>>>;
 template <class Program>
 using TilesOf = decltype(joined(
     joined(std::conditional_t<is_large<Program>(), LargeTiles, Tiles>{},
            FurtherTiles<is_heavy<Program>(), is_layered<Program>(), least_dense<Program>() != 0>{}),
-    TilesIf<is_modulated<Program>(), decltype(joined(ModulatedTiles{}, TriedModulatedTiles{}))>{}));
+    TilesIf<is_modulated<Program>(), AllModulatedTiles>{}));
 
 // A thread's part of a row stays in registers up to this many bytes, else in shared memory.
 constexpr int kRegisterBytes = 256;

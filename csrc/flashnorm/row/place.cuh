@@ -33,7 +33,7 @@ struct Tile {
   static constexpr int kPresent = kPresent_;      // groups of a thread that rows have at most
   static constexpr bool kEarlyMaps = kEarlyMaps_;  // what the maps read is asked for before the barrier
   static constexpr bool kManyRows = kThreads < 128 || (kLanes > 0 && kMaxCta_ > kThreads);  // a CTA may work on several rows
-  // CTAs that a processor should have registers for, where rows wait in as many bytes as they are read in; 0: no matter.
+  // CTAs that a processor should have registers for, where rows leave room for that; 0: no matter.
   static constexpr int kResident = kResident_;
   static constexpr bool kStays = kStays_;  // so many CTAs stay, and take rows in turn
   using Access = Access_;
