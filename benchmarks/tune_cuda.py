@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.cuda_bits import bits
-from benchmarks.cuda_plans import BUILDS, NO_PLAN, Log, Plan, build, plans
+from benchmarks.cuda_plans import BUILDS, NO_PLAN, SHARED, Log, Plan, build, plans
 from benchmarks.measure import Graph, count_launches, count_sets, time_graphs
 from benchmarks.tune_cases import SCALARS
 from flashnorm.program import Operand, QuantBlocks
@@ -42,11 +42,13 @@ NORM_SHAPES = [
     (1, 4096), (64, 7168), (4096, 4096), (16384, 7168), (8192, 768), (16384, 2048), (1024, 8192), (16384, 4096),
     (8192, 16384), (262144, 128),
 ]  # fmt: skip
+DIT_SHAPES = [(1920, 3072), (32760, 3072), (1920, 5120), (32760, 5120)]
 WORK = (
     [("rms", *shape) for shape in TABLE] + [("add", *shape) for shape in TABLE] + [("rms", *shape) for shape in MORE]
     + [(family, *shape) for family in ("rms_f32", "add_f32") for shape in F32_SHAPES]
     + [(family, *shape) for family in ("ln", "quant", "add_quant", "block", "dynamic_row", "dynamic_128", "add_ln",
                                        "ln_quant", "dynamic_row_int8") for shape in NORM_SHAPES]
+    + [("block", 512, 7168)] + [(family, *shape) for family in SHARED for shape in DIT_SHAPES]
 )  # fmt: skip
 
 
