@@ -17,6 +17,8 @@ A weight that comes by rows has a stream for each of its rows and partials ("sev
 its own, nothing is summed ("own"); beside `columns`, rows are no streams either ("alone").
 """
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
@@ -172,7 +174,7 @@ class RowBackward:
             folds = weight_rows * Int64(-(-self.variant.hidden_size // 32) * len(self.parts))
             common |= {"grid": [Int32(folds), 1, 1], "block": [partials.FOLD_THREADS, 1, 1]}
             if mode == "one":
-                self.fold(index, mode, max(partials.SLICES, self.streams // tile.rows), operands).launch(**common)
+                self.fold(index, mode, max(partials.SLICES, self.left(tile)), operands).launch(**common)
             else:
                 self.fold_some(index, 0, split.partials, operands, common)
 
@@ -185,9 +187,13 @@ class RowBackward:
         else:
             self.fold_some(index, size + 1, count, operands, common)
 
+    def left(self, tile):
+        """Partials that CTAs leave where all rows share the weight, at most: each adds up what folds together first."""
+        return self.streams // (tile.rows * tile.streams)
+
     def live(self, tile, rows):
         """CTAs (clusters) that have a row, where all rows share the weight: as many partials."""
-        most = Int64(self.streams // tile.rows)
+        most = Int64(self.left(tile))
         return most + (rows < most).to(Int64) * (rows - most)
 
     # ------------------------------------------------------------------ on the device
@@ -234,7 +240,7 @@ class RowBackward:
             memory.cluster_arrive()
         stream = None
         if mode in ("one", "several"):
-            walk, number, here = self.walk_of(k, mode, tile.rows)
+            walk, number, here = self.walk_of(k, mode, tile.rows, tile.streams)
             if self.by_rows and "weight" in self.names:
                 k._bases["weight"] = k.address_of("weight", walk.corner)
             stream = Stream(k, walk)
@@ -254,14 +260,17 @@ class RowBackward:
         else:
             partials.join_workers(k, stream.sums, sums, number, self.sum_floats(operands, mode))
 
-    def walk_of(self, k, mode, workers):
+    def walk_of(self, k, mode, workers, streams=1):
         """A worker's rows, the number of its partial (or its CTA's), and whether there is such a worker."""
         if mode == "several":
             walk, here = self.split_of(k.tensors.values()).walk(k.worker)
             return walk, k.worker, here
         corner, width, count = whole_grid(k.tensors["dout"], self.variant.row_rank)
-        first = Int64(k.cta) + Int64(k.row_in_cta) * Int64(self.streams // workers)
-        return Walk(first, Int64(self.streams), count, corner, width), Int64(k.cta), None
+        first = Int64(k.cta) + Int64(k.row_in_cta) * Int64(self.streams // (workers * streams))
+        walk, leap = Walk(first, Int64(self.streams), count, corner, width), None
+        if streams > 1:
+            leap = trips_of(walk), Int64(self.streams // streams)
+        return replace(walk, leap=leap), Int64(k.cta), None
 
     def sum_floats(self, operands, mode):
         if mode == "one":
