@@ -38,6 +38,7 @@ def checked_rows(hidden_size: int, short: bool) -> tuple[int, ...]:
 # What differs from the plan, by itself: the first ones are those that an argument speaks for.
 POLICIES: tuple[dict[str, Any], ...] = (
     {"refill": True}, {"refill": False}, {"stages": 4}, {"stages": 5}, {"stages": 6}, {"stages": 3}, {"stages": 2},
+    {"late_signal": True}, {"fold_ctas": 1}, {"fold_ctas": 2}, {"stages": 4, "late_signal": True},
     {"stages": 3, "refill": True}, {"again": "values", "outer": "registers"}, {"again": "values", "outer": "shared"},
     {"again": "values", "vectors": "shared"}, {"again": "values", "outer": "shared", "vectors": "raw"},
     {"again": "shared"}, {"again": "shared", "refill": True}, {"outer": "shared"}, {"vectors": "values"},
@@ -107,6 +108,7 @@ def _has_room(tile: StreamTile, asks: Asks, sm: int) -> bool:
 
 def describe(tile: StreamTile) -> str:
     flags = [name for name in ("refill", "short", "streaming") if getattr(tile, name)]
+    flags += ["late signal"] * tile.late_signal + [f"{tile.fold_ctas} CTAs of the fold"] * (tile.fold_ctas > 0)
     flags += ["two streams"] * (tile.streams == 2) + ["no prefetch"] * (tile.prefetch == "none")
     return (
         f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} stages {tile.stages} again {tile.again} "

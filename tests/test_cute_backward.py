@@ -129,8 +129,9 @@ def test_short_streams(program, streams, outer):
     more = {"stages": 2, "again": "shared", "outer": outer, "short": True, "streams": streams}
     for number, rows in enumerate((1, 3, 4, 5, 8, 9, 27, 31, 32)):
         for threads, cta, cluster in (((64, 64, 2),), ((64, 64, 1), (32, 64, 1)), ((32, 128, 1),))[number % 3]:
-            found = tile(1000, 8, threads, cta, cluster, refill=number % 2 == 0, **more)
-            check(found, program, (B, B, B), (rows,), pad=number % 2, order=Order(4, 1, 8))
+            odd = number % 2
+            found = tile(1000, 8, threads, cta, cluster, refill=not odd, late_signal=bool(odd), fold_ctas=odd, **more)
+            check(found, program, (B, B, B), (rows,), pad=odd, order=Order(4, 1, 8))
 
 
 @pytest.mark.parametrize("dtypes", DTYPES)

@@ -30,9 +30,11 @@ from flashnorm.kernels.frame import extent, row_count
 from flashnorm.kernels.gradient import Row, Stream
 from flashnorm.kernels.stream_frame import StreamFrame, Walk, whole_grid
 from flashnorm.kernels.stream_tile import asks_of
+from flashnorm.kernels.tile import shared_limit
 from flashnorm.program import partials as partials_of
 from flashnorm.program.backward import LEAST_PARTIALS, MOST_PARTIALS, PARTIALS
 
+RESERVED = 1024  # bytes of shared memory that the system takes of each CTA
 FOLDS = (64, 1024)  # partials of a weight row for which there are shorter folds
 
 
@@ -223,11 +225,12 @@ class RowBackward:
         allocator = getattr(cutlass, "memory", cutlass.utils).SmemAllocator()  # it has moved between versions
         return Int32(allocator.allocate(size, byte_alignment=16).toint())
 
-    def wait(self):
+    def wait(self, signal=True):
         """Until what earlier kernels wrote may be read; the next kernel may start, its own wait orders the rest."""
         if self.has_pdl:
             memory.wait_for_earlier_kernel()
-            memory.let_next_kernel_start()
+            if signal:
+                memory.let_next_kernel_start()
 
     def rows_body(self, index, mode, operands, tid, bid):
         tile = self.plans[index][1]
@@ -246,13 +249,15 @@ class RowBackward:
             stream = Stream(k, walk)
             if self.has_pdl and tile.prefetch == "all":
                 stream.prefetch()
-        self.wait()
+        self.wait(stream is None or not tile.late_signal)
         if tile.cluster_n > 1:
             memory.cluster_wait()  # every peer runs, so its shared memory exists
         if stream is None:
             self.row_alone(k, self.parts if mode == "own" else [])
             return
         sums = stream.run(trips_of(walk))
+        if self.has_pdl and tile.late_signal:
+            memory.let_next_kernel_start()
         if not stream.sums.parts:
             return
         if mode == "several":
@@ -310,7 +315,8 @@ class RowBackward:
 
     def fold_body(self, index, mode, most, operands, tid, bid):
         tile, tensors = self.plans[index][1], dict(zip(self.names, operands, strict=True))
-        shared = self.shared(partials.FOLD_BYTES)
+        room = shared_limit(self.sm) // tile.fold_ctas - RESERVED if tile.fold_ctas else 0
+        shared = self.shared(max(partials.FOLD_BYTES, room))
         self.wait()
         distance = None
         if mode == "one":

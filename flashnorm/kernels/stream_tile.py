@@ -59,6 +59,9 @@ class StreamTile(RowTile):
         short: for streams of one block of rows at most: there is nothing to add to outer sums until their end.
         streams: that a worker follows, one after the other: p, and with two p + P/2, which fold together first. Then a
             stream must be one block, so that the outer sums of the first are those that the second one's are added to.
+        late_signal: the fold may start when the rows are done, not when they begin: it does not take the first SMs that
+            get free, but all alike.
+        fold_ctas: of the fold on an SM, at most; it asks for shared memory that it does not need. 0: as many as fit.
     """
 
     stages: int = 2
@@ -69,6 +72,8 @@ class StreamTile(RowTile):
     refill: bool = False
     short: bool = False
     streams: int = 1
+    late_signal: bool = False
+    fold_ctas: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
