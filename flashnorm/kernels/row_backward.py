@@ -30,11 +30,10 @@ from flashnorm.kernels.frame import extent, row_count
 from flashnorm.kernels.gradient import Row, Stream
 from flashnorm.kernels.stream_frame import StreamFrame, Walk, whole_grid
 from flashnorm.kernels.stream_tile import asks_of
-from flashnorm.kernels.tile import shared_limit
+from flashnorm.kernels.tile import RESERVED, shared_limit
 from flashnorm.program import partials as partials_of
 from flashnorm.program.backward import LEAST_PARTIALS, MOST_PARTIALS, PARTIALS
 
-RESERVED = 1024  # bytes of shared memory that the system takes of each CTA
 FOLDS = (64, 1024)  # partials of a weight row for which there are shorter folds
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from flashnorm.kernels.plans import has_clusters
 from flashnorm.kernels.stream_tile import Again, Asks, Outer, StreamTile, Vectors, asks_of
-from flashnorm.kernels.tile import GROUP, WARP, Prefetch, lanes, shared_limit, sm_of
+from flashnorm.kernels.tile import GROUP, RESERVED, WARP, Prefetch, lanes, shared_limit, sm_of
 from flashnorm.program import Variant, partials
 from flashnorm.program.backward import INNER_ROWS
 
@@ -26,11 +26,12 @@ StreamPlans = tuple[tuple["int | None", StreamTile], ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a table says of a tile: threads of a CTA at most, elements of a row a thread, CTAs a row."""
+    """What a table says of a tile: threads of a CTA at most, elements of a row a thread, CTAs a row, CTAs an SM."""
 
     threads: int
     elements: int
     cluster: int = 1
+    ctas: int = 1
     stages: int = 3
     streaming: bool = False
     prefetch: Prefetch = "all"
@@ -42,16 +43,16 @@ CTAS = 128
 # threads at most, over all CTAs of a cluster: those of wide rows have more elements, and shorter CTAs.
 SHAPES: Table = (
     (8192, (Shape(512, 16), Shape(256, 16))),
-    (16384, (Shape(512, 32), Shape(512, 16, 2), Shape(256, 16, 4), Shape(128, 16, 8))),
+    (16384, (Shape(512, 32), Shape(256, 16, 4, 2), Shape(512, 16, 2), Shape(256, 16, 4), Shape(128, 16, 8))),
     (32768, (Shape(512, 32, 2), Shape(256, 32, 4), Shape(128, 32, 8))),
     (65536, (Shape(256, 64, 4), Shape(128, 64, 8))),
     (131072, (Shape(128, 128, 8),)),
 )
-# The same for two short streams a worker. CTAs are half as large, and an SM has two, of different rows: one computes
-# while the other one waits for its cluster.
+# The same for two short streams a worker. Where rows are of clusters, an SM had better have two CTAs of half the size:
+# one computes while the other one waits for its cluster.
 SHORT: Table = (
     (16384, ()),
-    (32768, (Shape(256, 32, 4), Shape(128, 32, 8))),
+    (32768, (Shape(256, 32, 4, 2), Shape(256, 32, 4), Shape(128, 32, 8))),
     (65536, (Shape(256, 64, 4), Shape(128, 64, 8))),
     (131072, (Shape(128, 128, 8),)),
 )
@@ -82,9 +83,10 @@ def registers(tile: StreamTile, asks: Asks) -> int:
     return tile.rounds * (row + vectors + sums) + batch + work
 
 
-def fits(tile: StreamTile, asks: Asks, sm: int) -> bool:
-    """Whether a tile's registers and shared memory are there."""
-    return registers(tile, asks) <= min(255, 65536 // tile.num_threads) and tile.stream_bytes(asks) <= shared_limit(sm)
+def fits(tile: StreamTile, asks: Asks, sm: int, ctas: int = 1) -> bool:
+    """Whether a tile's registers and shared memory are there, for so many CTAs on an SM."""
+    shared = shared_limit(sm) // ctas - RESERVED * (ctas > 1)
+    return registers(tile, asks) <= min(255, 65536 // (ctas * tile.num_threads)) and tile.stream_bytes(asks) <= shared
 
 
 def tiles_of(hidden_size: int, vec: int, sm: int, table: Table = SHAPES) -> Iterator[tuple[Shape, StreamTile]]:
@@ -112,7 +114,7 @@ def pick(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile:
                 continue
             refill = stages == 2 and again == "shared"
             full = replace(tile, again=again, outer=outer, vectors=vectors, stages=stages, refill=refill)
-            if fits(full, asks, sm):
+            if fits(full, asks, sm, shape.ctas):
                 return full
     # Too wide: sums over rows by columns, and the rows by as many threads as there are.
     for again, batch in (("raw", 4), ("global", 4), ("global", 1)):
@@ -150,11 +152,11 @@ def pick_short(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile | 
     """The tile for so few rows that a stream is one block; None where it is that for any number."""
     if not asks.sums or asks.by_rows or asks.axes > 1 or vec * min(asks.loaded) < 4:
         return None
-    for _, tile in tiles_of(hidden_size, vec, sm, SHORT):
+    for shape, tile in tiles_of(hidden_size, vec, sm, SHORT):
         two = replace(tile, again="shared", outer="shared", stages=2, refill=True, short=True, streams=2)
         for vectors in ("raw", "shared", "global"):
             full = replace(two, vectors=vectors)
-            if fits(full, asks, sm):
+            if fits(full, asks, sm, shape.ctas):
                 return full
     return None
 

@@ -22,25 +22,14 @@ struct StreamSources {
   }
 };
 
-// The saved statistics of a row.
+// The saved statistics of a row. Three addresses are too many registers: those of LayerNorm are found for each row.
 template <class Program>
 struct StreamWords {
-  const float* mean;
-  const float* rest;
   const float* rstd;
 
-  FN_DEVICE RowState state() const {
-    if constexpr (Program::kLayer) {
-      return {*mean, *rest, *rstd};
-    } else {
-      return {0.0f, 0.0f, *rstd};
-    }
-  }
   template <class Each>
   FN_DEVICE void each(const Program& program, const Each& visit) {
-    visit(mean, program.mean);
-    visit(rest, program.rest);
-    visit(rstd, program.rstd);
+    if constexpr (!Program::kLayer) visit(rstd, program.rstd);
   }
 };
 
@@ -79,12 +68,21 @@ struct StreamWalk {
       find(program, places, i);
     }
   }
+  template <class Program>
+  FN_DEVICE RowState state(const Program& program, const StreamWords<Program>& words, int64_t i) const {
+    if constexpr (Program::kLayer) {
+      return program.state(row(i));
+    } else {
+      return {0.0f, 0.0f, *words.rstd};
+    }
+  }
 
  private:
+  FN_DEVICE Row row(int64_t i) const { return streams.row(weight_row, first_row + i * streams.partials); }
   template <class Program, class Places>
   FN_DEVICE void find(const Program& program, Places& places, int64_t i) const {
-    const Row row = streams.row(weight_row, first_row + i * streams.partials);
-    places.each(program, [&](auto& at, const auto& ref) { place(at, ref, row); });
+    const Row at_row = row(i);
+    places.each(program, [&](auto& at, const auto& ref) { place(at, ref, at_row); });
   }
   template <class T>
   FN_DEVICE void place(T*& at, const RowRef<T>& ref, Row row) const {

@@ -84,12 +84,12 @@ class Stream {
       end_batch();
     }
     RowState next{};
-    if (count_ > 0) next = words_.state();
+    if (count_ > 0) next = walk_.state(program_, words_, 0);
     int stage = 0;
     for (int i = 0; i < turns_; ++i) {
       const RowState state = next;
       walk_.go_on(program_, words_, i + 1);
-      if (i + 1 < count_) next = words_.state();
+      if (i + 1 < count_) next = walk_.state(program_, words_, i + 1);
       await_batches(grid_.stages - 1);
       float sums[Program::kRowSums];
       survey(sums, stage, state, i < count_);
