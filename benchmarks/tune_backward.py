@@ -9,8 +9,8 @@
 Each candidate of `backward_candidates` is compiled (in worker processes), its gradients are compared with the CPU
 route's bit for bit, on as many rows as give every stream a second block (or the longest one there may be), and it is
 timed as `measure.py` says, in CUDA graphs over cold buffers with PDL on, beside `torch.mul(x, dout, out=dx)`. Every
-shape has an equal share of the budget that is left; when it is up, the other candidates of the shape are left out, and
-the chosen plan never is. The end is a table: the chosen plan and the best one of each shape.
+shape may take twice its share of the budget that is left; when it is up, other candidates of the shape are left out,
+and the chosen plan never is. The end is a table: the chosen plan and the best one of each shape.
 """
 
 from __future__ import annotations
@@ -257,9 +257,9 @@ class Run:
         print("  FAILED", text, flush=True)
 
     def share(self, place: int) -> bool:
-        """Whether there is time for the job at a place; it gets its part of what is left."""
+        """Whether there is time for the job at a place; it may take twice its part of what is left."""
         left = self.options.budget - (time.monotonic() - self.begin)
-        self.end = time.monotonic() + left / (len(self.jobs) - place)
+        self.end = time.monotonic() + 2 * left / (len(self.jobs) - place + 1)
         return left > 0
 
     def right(self, job: Job) -> dict[Candidate, Launch]:
