@@ -112,7 +112,7 @@ def pick(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile:
         for again, outer, vectors, stages in ORDER:
             if (stages and not staged) or stages > shape.stages or (outer == "shared" and not asks.sums):
                 continue
-            refill = stages == 2 and again == "shared"
+            refill = stages == 2 and again == "shared" and not asks.by_rows  # the registers are gone there
             full = replace(tile, again=again, outer=outer, vectors=vectors, stages=stages, refill=refill)
             if fits(full, asks, sm, shape.ctas):
                 return full
