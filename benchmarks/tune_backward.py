@@ -1,15 +1,16 @@
-"""Finds launch plans for the CuTe route's backward: `python -m benchmarks.tune_backward`, from the root, on the GPU.
+"""Finds launch plans for backwards: `python -m benchmarks.tune_backward`, from the root, on the GPU.
 
-    python -m benchmarks.tune_backward --budget 85 --json tune_backward.jsonl
-    python -m benchmarks.tune_backward --norm layer --shapes 8192x512,16384x4096
-    python -m benchmarks.tune_backward --limit 1                    # the chosen tiles alone
-    python -m benchmarks.tune_backward --check-only --limit 1 --shapes 300x1003,100x40000
-    python -m benchmarks.tune_backward --compile-only --limit 3     # needs no GPU
+    python -m benchmarks.tune_backward --budget 240                 # both norms, both routes
+    python -m benchmarks.tune_backward --norms rms --routes cute --shapes 2048x32768,16384x4096 --limit 40
+    python -m benchmarks.tune_backward --limit 1                    # the chosen plans alone
+    python -m benchmarks.tune_backward --routes cute --check-only --limit 1 --shapes 300x1003,100x40000
+    python -m benchmarks.tune_backward --routes cute --compile-only --limit 3       # needs no GPU
 
-Each candidate is compiled (in worker processes), its gradients are compared with the CPU route's bit for bit, on as
-many rows as give every stream a second block, and it is timed as `measure.py` says, in CUDA graphs over cold buffers
-with PDL on, beside `torch.mul(x, dout, out=dx)`. The end of the output is the best of each shape, and for RMSNorm its
-share of the time that was measured for quack, the geometric mean last.
+Each candidate of `backward_candidates` is compiled (in worker processes), its gradients are compared with the CPU
+route's bit for bit, on as many rows as give every stream a second block (or the longest one there may be), and it is
+timed as `measure.py` says, in CUDA graphs over cold buffers with PDL on, beside `torch.mul(x, dout, out=dx)`. Every
+shape may take twice its share of the budget that is left; when it is up, other candidates of the shape are left out,
+and the chosen plan never is. The end is a table: the chosen plan and the best one of each shape.
 """
 
 from __future__ import annotations
@@ -26,94 +27,36 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import flashnorm
+from benchmarks import backward_candidates as candidates
+from benchmarks.backward_candidates import Plan, checked_rows, describe, program, variant
 from benchmarks.tune_cute import CheckProcess, load, time_all, warm_worker
-from flashnorm.kernels import stream_plans
 from flashnorm.kernels import tile as tiles
-from flashnorm.kernels.stream_tile import StreamTile, asks_of
+from flashnorm.kernels.stream_tile import StreamTile
 from flashnorm.ops.backward import layernorm_backward, rmsnorm_backward
-from flashnorm.program import BackwardProgram, Variant, partials
-from flashnorm.program.backward import INNER_ROWS
+from flashnorm.program import partials
 
-# (M, H) -> us of quack's backward for bf16 on an H200, measured with CUDA graphs over cold buffers.
-QUACK = {
-    (8192, 512): 18.9,
-    (4096, 2048): 30.3,
-    (16172, 2048): 70.0,
-    (16384, 4096): 123.0,
-    (16231, 6144): 209.0,
-    (32768, 8192): 477.0,
-    (16384, 16384): 593.0,
-    (2048, 32768): 188.0,
+SHAPES = {
+    "rms": "2048x32768,16384x4096,16384x16384,32768x8192,16231x6144,16172x2048,4096x2048,8192x512",
+    "layer": "16384x7168,4096x4096,8192x768,16384x16384",
 }
+# (M, H) -> us of quack's backward of RMSNorm for bf16 on an H200 (`results/backward_h200.json`).
+QUACK = {
+    (4096, 2048): 28.8, (16384, 4096): 119.9, (32768, 8192): 474.8, (16384, 16384): 588.9,
+    (16172, 2048): 66.4, (16231, 6144): 205.3, (8192, 512): 19.2, (2048, 32768): 186.9,
+}  # fmt: skip
 B, S = torch.bfloat16, torch.float32
+Candidate = StreamTile | Plan
+Launch = Callable[..., Any]
 
 
-def program(norm: str) -> BackwardProgram:
-    return BackwardProgram("layer", dbias=True) if norm == "layer" else BackwardProgram("rms")
-
-
-def variant(norm: str, hidden_size: int) -> Variant:
-    """bf16 rows and vectors."""
-    found = program(norm)
-    dtypes = tuple("float32" if o.dtypes == ("float32",) else "bfloat16" for o in found.operands())
-    return Variant(found, dtypes, hidden_size, vec=math.gcd(hidden_size, 8))
-
-
-# ------------------------------------------------------------------ candidates
-def candidates(norm: str, hidden_size: int, sm: int, limit: int) -> list[StreamTile]:
-    """The plan, and what differs from it in threads, CTAs, stages, and where things wait."""
-    asks, change = asks_of(variant(norm, hidden_size)), dataclasses.replace
-    chosen = stream_plans.plans(hidden_size, math.gcd(hidden_size, 8), asks, sm)[0][1]
-    streams, most = partials(1, hidden_size), tiles.lanes(hidden_size)
-
-    def shapes() -> Iterator[StreamTile]:
-        yield chosen
-        t, n, c = chosen.threads_per_row, chosen.num_threads, chosen.cluster_n
-        for threads, cta, cluster in (
-            (t, n // 2, c), (t, 2 * n, c), (t // 2, n // 2, c), (t // 2, n, c), (2 * t, n, c), (2 * t, 2 * n, c),
-            (512, 512, 2), (256, 256, 2), (256, 256, 4), (512, 512, 1), (1024, 1024, 1),
-        ):  # fmt: skip
-            if cluster > 1 and (hidden_size < 8192 or not stream_plans.has_clusters(sm)):
-                continue
-            if threads < 1 or cta % max(threads, 32) or threads * cluster > most or cta > 1024:
-                continue
-            if cta // threads > streams or (threads > 32 and cta // threads > 8):
-                continue
-            with contextlib.suppress(ValueError):
-                yield change(chosen, threads_per_row=threads, num_threads=cta, cluster_n=cluster)
-
-    found: dict[StreamTile, None] = {chosen: None}
-    policies: tuple[dict[str, Any], ...] = (
-        {}, {"stages": 2}, {"stages": 4}, {"again": "values", "outer": "registers", "stages": 3}, {"streaming": True},
-        {"prefetch": "none"},
-        {"again": "shared"}, {"again": "raw"}, {"outer": "shared"}, {"vectors": "values"}, {"vectors": "shared"},
-    )  # fmt: skip
-    for policy in policies:
-        for tile in shapes():
-            with contextlib.suppress(ValueError):
-                other = change(tile, **policy)
-                room = min(255, 65536 // other.num_threads) + 12  # the estimate errs to the safe side
-                small = other.stream_bytes(asks) <= tiles.shared_limit(sm)
-                if small and stream_plans.registers(other, asks) <= room:
-                    found.setdefault(other)
-    return list(found)[:limit]
-
-
-def describe(tile: StreamTile) -> str:
-    return (
-        f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} stages {tile.stages} again {tile.again} "
-        f"outer {tile.outer} vectors {tile.vectors}{' streaming' * tile.streaming}"
-        f" prefetch {tile.prefetch}{' by columns' * (not tile.summed)}"
-    )
-
-
+# ------------------------------------------------------------------ compiling
 def compile_tile(norm: str, tile: StreamTile, arch: str, folder: str) -> tuple[str | None, str]:
     """(library, "") or (None, reason); runs in a worker."""
     try:
@@ -127,6 +70,27 @@ def compile_tile(norm: str, tile: StreamTile, arch: str, folder: str) -> tuple[s
         return str(link_object(out, find_linker(), find_dsl(), find_tvm_ffi())), ""
     except BaseException as error:
         return None, f"{type(error).__name__}: {error}"[:500]
+
+
+def build_cuda(norm: str) -> Any:
+    """The CUDA route's module of a norm, in which plans can be forced."""
+    import tvm_ffi
+
+    from flashnorm.backends.cuda import spec
+    from flashnorm.core.device import facts
+    from flashnorm.core.plan import target_of
+
+    target = target_of(facts(torch.device("cuda")))
+    folder = spec(program(norm), candidates.dtypes(norm), target, ("FLASHNORM_TUNING",)).build()
+    return tvm_ffi.load_module(str(folder / "kernel.so"))
+
+
+def forced(module: Any, plan: Plan) -> Launch:
+    def launch(*arguments: Any) -> None:
+        module["force_streams"](*plan)
+        module["launch"](*arguments)
+
+    return launch
 
 
 # ------------------------------------------------------------------ operands
@@ -157,11 +121,12 @@ def workspace(norm: str, hidden_size: int) -> torch.Tensor:
 
 
 class Checker:
-    """Gradients by the CPU route, once a shape: of a few rows, and of so many that every stream has a second block."""
+    """Gradients by the CPU route, once a shape: of a few rows and of `checked_rows`; `what` is "rms" or "rms short"."""
 
-    def __init__(self, norm: str, hidden_size: int) -> None:
+    def __init__(self, what: str, hidden_size: int) -> None:
+        norm, _, short = what.partition(" ")
         self.norm, self.hidden_size, self.cases = norm, hidden_size, []
-        for rows in (3, (INNER_ROWS + 1) * partials(1, hidden_size) + 5):
+        for rows in checked_rows(hidden_size, bool(short)):
             given, wanted = inputs(norm, rows, hidden_size, "cpu", rows), outputs(norm, rows, hidden_size, "cpu")
             with flashnorm.backend("cpu"):
                 (layernorm_backward if norm == "layer" else rmsnorm_backward)(**given, wanted=wanted)
@@ -211,19 +176,46 @@ class Bench:
         return Graph([bound(*each) for each in self.sets], self.launches, contextlib.nullcontext)
 
 
+class Job(NamedTuple):
+    """One shape of one norm on one route."""
+
+    route: str
+    norm: str
+    rows: int
+    hidden: int
+
+    def __str__(self) -> str:
+        return f"{self.route:4} {self.norm:5} {self.rows:6d} x {self.hidden:<6d}"
+
+
+def words(text: str) -> list[str]:
+    return text.split(",")
+
+
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--norm", choices=("rms", "layer"), default="rms")
-    parser.add_argument("--shapes", default=",".join(f"{m}x{h}" for m, h in QUACK), help="MxH, by commas")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--norms", type=words, default=["rms", "layer"])
+    parser.add_argument("--routes", type=words, default=["cute", "cuda"])
+    parser.add_argument("--shapes", help="MxH, by commas; each norm has its own ones otherwise")
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--json", default="tune_backward.jsonl")
-    parser.add_argument("--budget", type=float, default=85.0, help="seconds, compiling included")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds, compiling included")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--limit", type=int, default=24, help="tiles a shape at most")
+    parser.add_argument("--limit", type=int, default=24, help="candidates a shape at most")
     parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 1)))
     parser.add_argument("--check-only", action="store_true", help="compile and check, time nothing")
     parser.add_argument("--compile-only", action="store_true", help="compile; needs no GPU")
     return parser.parse_args()
+
+
+def jobs_of(options: argparse.Namespace) -> list[Job]:
+    found = []
+    for route in options.routes:
+        for norm in options.norms:
+            for shape in words(options.shapes or SHAPES[norm]):
+                rows, hidden = map(int, shape.split("x"))
+                found.append(Job(route, norm, rows, hidden))
+    return found
 
 
 class Run:
@@ -231,115 +223,161 @@ class Run:
 
     def __init__(self, options: argparse.Namespace, pool: concurrent.futures.Executor, folder: str) -> None:
         self.options, self.failed, self.checker = options, list[str](), CheckProcess(Checker)
-        self.begin, sm = time.monotonic(), tiles.sm_of(options.arch)
-        self.shapes = [tuple(int(v) for v in s.split("x")) for s in options.shapes.split(",") if s]
-        self.tiles = {h: candidates(options.norm, h, sm, options.limit) for _, h in self.shapes}
+        self.begin, self.end, sm = time.monotonic(), math.inf, tiles.sm_of(options.arch)
+        self.jobs, self.candidates = jobs_of(options), dict[Job, list[Candidate]]()
+        for job in self.jobs:
+            self.candidates[job] = list(
+                candidates.tiles_for(job.norm, job.rows, job.hidden, sm, options.limit)
+                if job.route == "cute"
+                else candidates.plans_for(job.norm, job.hidden, options.limit)
+            )
+        # The plans of all shapes first, then what is tried in the order of the shapes.
+        cute = [(job.norm, found) for job, found in self.candidates.items() if job.route == "cute"]
+        order = [(norm, tile) for norm, found in cute for tile in found[:1]]
+        order += [(norm, tile) for norm, found in cute for tile in found[1:]]
         self.libraries = {
-            tile: pool.submit(compile_tile, options.norm, tile, options.arch, folder)
-            for place in range(options.limit)  # the plans of all shapes first
-            for found in self.tiles.values()
-            for tile in found[place : place + 1]
+            key: pool.submit(compile_tile, *key, options.arch, folder)  # type: ignore[arg-type]
+            for key in dict.fromkeys(order)
         }
+        self.builders = concurrent.futures.ThreadPoolExecutor(2)  # nvcc is a process of its own
+        norms = {job.norm for job in self.jobs if job.route == "cuda" and not options.compile_only}
+        self.modules = {norm: self.builders.submit(build_cuda, norm) for norm in norms}
 
-    def library(self, tile: StreamTile) -> str | None:
+    def library(self, norm: str, tile: StreamTile) -> str | None:
         try:
-            path, why = self.libraries[tile].result(timeout=120)
+            path, why = self.libraries[norm, tile].result(timeout=120)
         except Exception as error:
             path, why = None, f"{type(error).__name__}: {error}"
         if path is None:
-            self.fail(tile, why)
+            self.fail(f"{norm} H={tile.hidden_size} {describe(tile)}: {why}")
         return path
 
-    def fail(self, tile: StreamTile, why: str) -> None:
-        self.failed.append(f"H={tile.hidden_size} {describe(tile)}: {why}")
-        print("  FAILED", self.failed[-1], flush=True)
+    def fail(self, text: str) -> None:
+        self.failed.append(text)
+        print("  FAILED", text, flush=True)
 
-    def late(self) -> bool:
-        return time.monotonic() - self.begin > self.options.budget
+    def share(self, place: int) -> bool:
+        """Whether there is time for the job at a place; it may take twice its part of what is left."""
+        left = self.options.budget - (time.monotonic() - self.begin)
+        self.end = time.monotonic() + 2 * left / (len(self.jobs) - place + 1)
+        return left > 0
 
-    def right(self, hidden_size: int) -> dict[StreamTile, Callable[..., Any]]:
+    def right(self, job: Job) -> dict[Candidate, Launch]:
         """The launches whose bits are the CPU route's; where time is up, that of the plan alone."""
-        found = {}
-        for place, tile in enumerate(self.tiles[hidden_size]):
-            if place and self.late():
+        found: dict[Candidate, Launch] = {}
+        checker = None
+        for place, candidate in enumerate(self.candidates[job]):
+            if place and time.monotonic() > self.end - 0.15 * len(found):  # what timing them takes
+                break
+            if isinstance(candidate, Plan):
+                checker = checker or Checker(job.norm, job.hidden)
+                launch = forced(self.modules[job.norm].result(), candidate)
+                try:
+                    why = checker.wrong(launch)
+                except RuntimeError as error:
+                    why = str(error)[:300]
+            elif path := self.library(job.norm, candidate):
+                why = self.checker.wrong(job.norm + " short" * candidate.short, job.hidden, path)
+                launch = load(path)
+            else:
                 continue
-            path = self.library(tile)
-            if path is not None:
-                why = self.checker.wrong(self.options.norm, hidden_size, path)
-                if why is None:
-                    found[tile] = load(path)
-                else:
-                    self.fail(tile, why)
+            if why is None:
+                found[candidate] = launch
+            else:
+                self.fail(f"{job} {self.name(candidate)}: {why}")
         return found
 
-    def tune(self, rows: int, hidden_size: int, flush: torch.Tensor) -> tuple[str, float | None]:
-        """(what to print, the best time)."""
-        launches = self.right(hidden_size)
-        bench = Bench(self.options.norm, rows, hidden_size)
+    @staticmethod
+    def name(candidate: Candidate) -> str:
+        return describe(candidate) if isinstance(candidate, StreamTile) else str(candidate)
+
+    def tune(self, job: Job, flush: torch.Tensor) -> dict[str, float]:
+        """us of mul, of the chosen plan and of the best one, which are printed."""
+        launches = self.right(job)
+        bench = Bench(job.norm, job.rows, job.hidden)
         graphs: dict[Any, Any] = {"mul": bench.graph(None)}
-        for tile, launch in launches.items():
+        for candidate, launch in launches.items():
             try:
-                graphs[tile] = bench.graph(launch)
+                graphs[candidate] = bench.graph(launch)
             except Exception as error:
-                self.fail(tile, f"capture: {type(error).__name__}: {error}"[:300])
+                self.fail(f"{job} {self.name(candidate)}: capture: {type(error).__name__}: {error}"[:300])
         times = time_all(graphs, self.options.repeats, flush)
         with open(self.options.json, "a", encoding="utf-8") as out:
-            for tile, us in times.items():
-                plan = {} if tile == "mul" else dataclasses.asdict(tile)
-                line = {"op": f"{self.options.norm}_backward", "M": rows, "H": hidden_size, "us": round(us, 4)}
-                out.write(json.dumps({**line, "tile": plan}) + "\n")
-        mul = times.pop("mul")
+            for candidate, us in times.items():
+                plan = candidate if candidate == "mul" else self._fields(candidate)
+                out.write(json.dumps(job._asdict() | {"us": round(us, 4), "plan": plan}) + "\n")
+        mul, chosen = times.pop("mul"), self.candidates[job][0]
         ranked = sorted(times, key=times.get)  # type: ignore[arg-type]
-        head = f"{rows:6d} x {hidden_size:<6d} mul {mul:8.2f}"
-        if not ranked:
-            return f"{head}  nothing ran", None
-        chosen = self.tiles[hidden_size][0]
-        shown = [*ranked[:5], *([chosen] if chosen in times and chosen not in ranked[:5] else [])]
-        for tile in shown:
-            mark = "*" if tile == chosen else " "
-            head += f"\n    {mark} {times[tile]:8.2f} us, {mul / times[tile]:.2f} of mul  {describe(tile)}"
-        return head, times[ranked[0]]
+        print(f"[{time.monotonic() - self.begin:5.1f} s] {job} mul {mul:8.2f}, {len(launches)} of"
+              f" {len(self.candidates[job])} candidates")  # fmt: skip
+        for candidate in [*ranked[:6], *([chosen] if chosen in times and chosen not in ranked[:6] else [])]:
+            mark = "*" if candidate == chosen else " "
+            print(f"    {mark} {times[candidate]:8.2f} us, {mul / times[candidate]:.3f} of mul  {self.name(candidate)}")
+        sys.stdout.flush()
+        found = {"mul": mul}
+        if ranked:
+            found |= {"chosen": times.get(chosen, math.nan), "best": times[ranked[0]]}
+        return found
+
+    @staticmethod
+    def _fields(candidate: Candidate) -> dict[str, Any]:
+        return dataclasses.asdict(candidate) if isinstance(candidate, StreamTile) else candidate._asdict()
+
+
+def table(results: dict[Job, dict[str, float]]) -> None:
+    """The chosen plan and the best one of each shape, with their shares of mul's bandwidth and of quack's time."""
+    shares: dict[tuple[str, str], list[float]] = {}
+    print(f"\n{'':24}{'mul':>9}{'chosen':>9}{'of mul':>8}{'best':>9}{'of mul':>8}{'of quack':>9}")
+    for job, us in results.items():
+        line = f"{job!s:24}{us['mul']:9.2f}"
+        for name in ("chosen", "best"):
+            line += f"{us[name]:9.2f}{us['mul'] / us[name]:8.3f}" if name in us else f"{'-':>9}{'-':>8}"
+        quack = QUACK.get((job.rows, job.hidden)) if job.norm == "rms" else None
+        if quack and "best" in us:
+            line += f"{us['best'] / quack:9.3f}"
+            for name in ("chosen", "best"):
+                shares.setdefault((job.route, name), []).append(us[name] / quack)
+        print(line)
+    for (route, name), values in shares.items():
+        mean = math.exp(sum(map(math.log, values)) / len(values))
+        print(f"{route}, {name}: geometric mean {mean:.3f} of quack over {len(values)} shapes")
 
 
 def main() -> int:
     options = parse()
-    lines, shares = [], []
+    results: dict[Job, dict[str, float]] = {}
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     with (
         tempfile.TemporaryDirectory() as folder,
         concurrent.futures.ProcessPoolExecutor(options.workers, mp_context=context, initializer=warm_worker) as pool,
     ):
         run = Run(options, pool, folder)
-        print(f"{len(run.libraries)} tiles, {options.workers} workers", flush=True)
+        print(f"{sum(map(len, run.candidates.values()))} candidates, {options.workers} workers", flush=True)
         if options.compile_only:
-            done = [run.library(tile) for tile in list(run.libraries)]
+            done = [run.library(*key) for key in run.libraries]
             print(f"{len(done)} tiles, {len(run.failed)} failed, {time.monotonic() - run.begin:.1f} s")
             return 1 if run.failed else 0
         flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-        for rows, hidden in run.shapes:
-            if run.late():
-                lines.append(f"{rows} x {hidden}: left out for time")
+        for place, job in enumerate(run.jobs):
+            if not run.share(place):
+                print(f"{job}: left out for time")
                 continue
             try:
                 if options.check_only:
-                    lines.append(f"{rows} x {hidden}: {len(run.right(hidden))} tiles right")
+                    print(f"{job}: {len(run.right(job))} of {len(run.candidates[job])} candidates right", flush=True)
                 else:
-                    line, best = run.tune(rows, hidden, flush)
-                    if best is not None and options.norm == "rms" and (rows, hidden) in QUACK:
-                        shares.append(best / QUACK[rows, hidden])
-                        line += f"\n    {shares[-1]:.2f} of quack's {QUACK[rows, hidden]} us"
-                    lines.append(line)
+                    results[job] = run.tune(job, flush)
             except Exception:
-                lines.append(f"{rows} x {hidden}: {traceback.format_exc(limit=4)}")
-            print(f"[{time.monotonic() - run.begin:5.1f} s] {lines[-1]}", flush=True)
+                run.fail(f"{job}: {traceback.format_exc(limit=4)}")
             torch.cuda.empty_cache()
         run.checker.stop()
-        for future in run.libraries.values():
+        for future in (*run.libraries.values(), *run.modules.values()):
             future.cancel()
-    if shares:
-        print(f"geometric mean of {len(shares)}: {math.exp(sum(map(math.log, shares)) / len(shares)):.3f} of quack")
+        run.builders.shutdown(wait=False)
+    if results:
+        table(results)
     print(f"{len(run.failed)} failures")
-    return 1 if run.failed or any("Traceback" in line for line in lines) else 0
+    return 1 if run.failed else 0
 
 
 if __name__ == "__main__":

@@ -297,7 +297,7 @@ def patched(machine):
         *((module, "asm_many", machine.asm_many) for module in (codec, memory, scales, silu)),
         *((module, "T", names) for module in (fp, codec, codec4, memory, scales, silu)),
         *((module, "Int32", Int) for module in (frame, reduce, blocks, row_forward, *streams)),
-        *((module, "Int64", Int) for module in (frame, row_forward, *streams)),
+        *((module, "Int64", Int) for module in (frame, row_forward, *streams) if hasattr(module, "Int64")),
         *((module, "repeat", repeat) for module in (gradient, columns)),
         (codec, "llvm", view),
         *((module, "extent", extent) for module in (frame, stream_frame, row_backward)),

@@ -1,8 +1,8 @@
 """The backward of the CuTe route: interpreted, its bits are the model's in every tile; compiled, its rules."""
 
-import dataclasses
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from flashnorm.kernels import stream_plans
 from flashnorm.kernels import tile as tiles
 from flashnorm.kernels.stream_tile import Asks, StreamTile, asks_of
 from flashnorm.program import BackwardProgram, partials
+from flashnorm.program.backward import INNER_ROWS
 from tests import binaries
 from tests.canonical.backward import Order
 from tests.cute_backward import Backward, check
@@ -47,22 +48,37 @@ def test_plans_are_legal_everywhere():
         for vec in (v for v in (8, 4, 2, 1) if hidden_size % v == 0):
             for sm in {tiles.shared_limit(sm): sm for sm in map(tiles.sm_of, ARCHS)}.values():
                 for asks in asked:
-                    ((limit, chosen),) = stream_plans.plans(hidden_size, vec, asks, sm)
-                    assert limit is None and chosen.stream_bytes(asks) <= tiles.shared_limit(sm)
-                    assert chosen.cluster_n == 1 or (stream_plans.has_clusters(sm) and chosen.cluster_n <= 8)
-                    assert chosen.stages == 0 or vec * min(asks.loaded) >= 4
-                    assert partials(1, hidden_size) % chosen.rows == 0
-                    if not chosen.summed:
-                        assert chosen.rows == 1
+                    *few, (limit, last) = stream_plans.plans(hidden_size, vec, asks, sm)
+                    assert limit is None and not last.short and len(few) <= 1
+                    for chosen in (*(plan for _, plan in few), last):
+                        assert chosen.stream_bytes(asks) <= tiles.shared_limit(sm)
+                        assert chosen.cluster_n == 1 or (stream_plans.has_clusters(sm) and chosen.cluster_n <= 8)
+                        assert chosen.stages == 0 or vec * min(asks.loaded) >= 4
+                        assert partials(1, hidden_size) % (chosen.rows * chosen.streams) == 0
+                        assert chosen.rows == 1 or chosen.summed
+                    for most, chosen in few:
+                        assert chosen.short and most == INNER_ROWS * partials(1, hidden_size)
+                        assert not stream_plans.pick_short(hidden_size, vec, replace(asks, by_rows=True), sm)
+                        assert not stream_plans.pick_short(hidden_size, vec, replace(asks, axes=2), sm)
 
 
 @pytest.mark.parametrize(
     "wrong",
-    ({"stages": 1}, {"again": "shared", "stages": 0}, {"again": "global"}, {"summed": False}, {"turns": 2}),
+    (
+        {"stages": 1},
+        {"again": "shared", "stages": 0},
+        {"again": "global"},
+        {"summed": False},
+        {"turns": 2},
+        {"refill": True, "stages": 0},
+        {"streams": 2},
+        {"short": True, "streams": 4},
+        {"short": True, "outer": "shared"},
+    ),
 )
 def test_tiles_that_cannot_be(wrong):
     with pytest.raises(ValueError):
-        dataclasses.replace(tile(1024, 8, 32, 64), **wrong)
+        replace(tile(1024, 8, 32, 64), **wrong)
 
 
 # ------------------------------------------------------------------ interpreted
@@ -101,8 +117,21 @@ def test_where_things_wait(again, vectors):
         strict=True,
     ):
         more = {"again": again, "outer": outer, "vectors": vectors, "batch": 2}
-        found = tile(hidden_size, 8, threads, cta, cluster, stages=0 if again == "global" else 3, **more)
+        stages = {"global": 0, "shared": 3}.get(again, 2)
+        found = tile(hidden_size, 8, threads, cta, cluster, stages=stages, refill=stages > 0, **more)
         check(found, ALL, dtypes, (11,), pad=1, order=Order(4, 1, 2))
+
+
+@pytest.mark.parametrize("program", (RMS, ALL, WEIGHT), ids=("rms", "all", "weight"))
+@pytest.mark.parametrize(("streams", "outer"), ((1, "registers"), (2, "registers"), (2, "shared")))
+def test_short_streams(program, streams, outer):
+    """Streams of a block at most, one of a worker or two, whether the second one has rows or not, or fewer."""
+    more = {"stages": 2, "again": "shared", "outer": outer, "short": True, "streams": streams}
+    for number, rows in enumerate((1, 3, 4, 5, 8, 9, 27, 31, 32)):
+        for threads, cta, cluster in (((64, 64, 2),), ((64, 64, 1), (32, 64, 1)), ((32, 128, 1),))[number % 3]:
+            odd = number % 2
+            found = tile(1000, 8, threads, cta, cluster, refill=not odd, late_signal=bool(odd), fold_ctas=odd, **more)
+            check(found, program, (B, B, B), (rows,), pad=odd, order=Order(4, 1, 8))
 
 
 @pytest.mark.parametrize("dtypes", DTYPES)
@@ -137,11 +166,12 @@ def test_sums_by_columns(program):
 def test_weights_by_rows(share, program):
     """A sum for every weight row, or none; workers of a CTA are of different weight rows, and some of none."""
     for hidden_size, threads, cta, stages in ((64, 4, 32, 2), (257, 32, 64, 0), (1000, 64, 64, 2)):
+        waits = {"outer": "shared", "vectors": "shared"} if hidden_size == 64 else {}
         for grid in ((7, 3), (1, 1)):
             for elements in (1, 4 * hidden_size * grid[1]):
                 vec = math.gcd(hidden_size, 8)
                 mode = check(
-                    tile(hidden_size, vec, threads, cta, stages=stages),
+                    tile(hidden_size, vec, threads, cta, stages=stages, **waits),
                     program,
                     (B, B, B),
                     grid,
@@ -184,7 +214,7 @@ def test_in_place():
         one.tensors = list(places.values())
         one.writable |= one.readable
         found = tile(1000, 8, 64, 64, stages=2 if summed else 0, again="values" if summed else "global", summed=summed)
-        one.interpret(dataclasses.replace(found, vectors="raw" if summed else "global"))
+        one.interpret(replace(found, vectors="raw" if summed else "global"))
         one.view |= {"dx": one.view["dout"], "dresidual": one.view["x"]}
         one.compare()
 
@@ -193,14 +223,15 @@ def test_in_place():
 def test_plans_of_wide_rows(hidden_size):
     vec = math.gcd(hidden_size, 8)
     for sm in (80, 90) if hidden_size < 65536 else (90,):
-        ((_, found),) = stream_plans.plans(hidden_size, vec, asks_of(variant(RMS, hidden_size)), sm)
-        check(found, RMS, (B, B, B), (2,), sm=sm, order=Order(4, 1, 1))
+        for _, found in stream_plans.plans(hidden_size, vec, asks_of(variant(RMS, hidden_size)), sm):
+            least = found.streams
+            check(found, RMS, (B, B, B), (2,), sm=sm, order=Order(4, 1, least))
 
 
 # ------------------------------------------------------------------ compiled
 def variant(program, hidden_size, dtypes=(B, B, B), vec=None, **more):
     found = Backward(program, hidden_size, vec or math.gcd(hidden_size, 8), dtypes, (1,) * more.get("row_rank", 1))
-    return dataclasses.replace(found.variant, **more)
+    return replace(found.variant, **more)
 
 
 VARIANTS = {
@@ -258,9 +289,9 @@ def test_arithmetic_is_what_was_written(compiled, arch, name):
     assert ("griddepcontrol" in ptx) == (tiles.sm_of(arch) >= 90)
     entries = re.findall(r"\.visible \.entry (\w+)", ptx)
     assert entries and all(entry.startswith("flashnorm") and "cutlass" not in entry for entry in entries)
-    ((_, tile_of),) = stream_plans.plans_for(named(name), arch)
-    assert ("barrier.cluster" in ptx) == (tile_of.cluster_n > 1)
-    assert ("cp.async" in ptx) == (tile_of.stages > 0 and name != "frozen")
+    found = [tile for _, tile in stream_plans.plans_for(named(name), arch)]
+    assert ("barrier.cluster" in ptx) == any(tile.cluster_n > 1 for tile in found)
+    assert ("cp.async" in ptx) == (any(tile.stages for tile in found) and name != "frozen")
 
 
 @pytest.mark.parametrize(("arch", "name"), CASES)
@@ -294,6 +325,8 @@ def test_whole_groups_move_16_bytes_at_a_time(compiled, arch):
         ("gemma", (2200,), None),
         ("mixed", (300,), None),
         ("wide", (300,), None),
+        ("wide", (2048,), None),
+        ("wide", (2300,), None),
         ("widest", (40,), None),
         ("layer", (1000,), None),
         ("layer-8192", (2200,), None),

@@ -68,7 +68,7 @@ def run(k, walk, trips, number, sum_floats, here):
         return [(left - Int32(INNER_ROWS)).ir_value(), *out[:size], *sums.join(outer, out[size:])]
 
     def batch(raw):
-        state, inner = [Int64(v) for v in raw[:size]], list(raw[size:])
+        state, inner = [kind(v) for kind, v in zip(cursor.kinds, raw[:size], strict=True)], list(raw[size:])
         rows = []
         for _ in range(BATCH):
             k.enter(cursor.here(state), cursor.places(state), Int32(0), Int32(0))

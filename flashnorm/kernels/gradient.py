@@ -1,6 +1,6 @@
 """What a worker of the backward does: the two passes over a row, and the rows of its stream one after the other."""
 
-from cutlass import Int32, Int64
+from cutlass import Int32
 
 from flashnorm.kernels import memory
 from flashnorm.kernels.codec import pack, round_to, unpack
@@ -22,6 +22,9 @@ class Row:
         k.fetch()
         self.grad = GRADS[self.program.norm](k)
         self.kept = {}
+        # Of what comes through the stages, what the second pass has from elsewhere, or does not want.
+        last = k.tile.again == "shared" and self.program.rows
+        self.once = tuple(name for name in k.loads if name in ("dout", "x") and not last)
 
     def _group(self, j, raws):
         """(dout, gw, xh) of a round, +0 where the row has no element."""
@@ -58,6 +61,7 @@ class Row:
             for j in own:
                 self._bring(("dout", "x"), j, order)
                 raws = [k.raw(name, j) for name in ("dout", "x")]
+                k.refill(self.once, j)
                 dout, gw, xh = self._group(j, raws)
                 if tile.again == "values":
                     self.kept[j] = gw, xh
@@ -85,9 +89,11 @@ class Row:
                 gw, xh = self.kept[j]
             else:
                 _, gw, xh = self._group(j, [k.again(name, j) for name in ("dout", "x")])
+            more = k.values("g_residual", j) if program.g_residual else None
+            k.refill([name for name in k.loads if name not in self.once], j)
             dx = self.grad.dx(gw, xh)
-            if program.g_residual:
-                dx = [add_rn(a, b) for a, b in zip(dx, k.values("g_residual", j), strict=True)]
+            if more is not None:
+                dx = [add_rn(a, b) for a, b in zip(dx, more, strict=True)]
             for name in k.results:
                 k.store(name, j, pack(dx, k.variant.dtype(name)))
 
@@ -152,13 +158,14 @@ class Stream:
         self.ahead = Cursor(k, walk, ahead)
         self.at = Cursor(k, walk, (k.results if ahead else k.loads + k.words + k.results))
         self.split = len(self.at.start), len(self.ahead.start) if ahead else 0
+        self.ahead_rows = max(0, self.tile.stages - (not self.tile.refill))  # asked for before the first one is begun
 
     def prefetch(self):
         """Ask for the weight and the first rows in L2; needs no wait for an earlier kernel (see RowTile.prefetch)."""
         k, ahead = self.k, self.ahead.start
         if k.asks.vector:
             k.prefetch_round("weight", k._base("weight"), None)
-        for _ in range(self.tile.stages - 1):
+        for _ in range(self.ahead_rows):
             here, places = self.ahead.here(ahead), self.ahead.places(ahead)
             for name in k.loads:
                 k.prefetch_round(name, places[name], here)
@@ -171,16 +178,21 @@ class Stream:
         shared = k.tile.keeps_vectors(k.asks)
         if k.asks.vector and shared:  # it comes with the first row
             k.bring_weight()
-        for _ in range(tile.stages - 1):
+        for _ in range(self.ahead_rows):
             k.ask(self.ahead.here(ahead), self.ahead.places(ahead), ring)
             ring, ahead = ring + Int32(tile.row_bytes(k.asks)), self.ahead.advance(ahead)
         if k.asks.vector and not shared:
             k.bring_weight()
-        state = [*self.at.start, *(ahead if tile.stages else ()), Int32(0), Int32(0)]
-        self.kinds = [Int64] * (len(state) - 2) + [Int32] * 2
+        state = [*self.at.start, *(ahead if tile.stages else ()), Int32(0)]
+        self.kinds = [*self.at.kinds, *(self.ahead.kinds if tile.stages else ()), Int32]
         carried = [trips, *state]
+        if tile.short and tile.streams == 1:
+            inner = self._rows(trips, [v.ir_value() for v in state])[len(state) :]
+            return [add_rn(constant(0.0), v) for v in inner]
         outer = self.sums.outer()
         blocks = (trips + Int32(INNER_ROWS - 1)) >> Int32(INNER_ROWS.bit_length() - 1)
+        if tile.short:  # a block is a stream: what the first one leaves in the outer sums is its partial
+            blocks = Int32(tile.streams)
         left = len(carried)
         out = repeat(blocks, [v.ir_value() for v in carried] + outer, lambda raw: self._block(raw, left))
         return self.sums.final(out[left:])
@@ -188,28 +200,39 @@ class Stream:
     def _block(self, raw, split):
         """Sixteen rows, or what is left of them, and the end of their inner sums."""
         left, state, outer = Int32(raw[0]), raw[1:split], raw[split:]
-        short = (left < Int32(INNER_ROWS)).to(Int32)
-        rows = Int32(INNER_ROWS) + short * (left - Int32(INNER_ROWS))
-        inner = self.sums.zero()
-        out = repeat(rows, state + inner, lambda raw: self._row(raw, len(state)))
+        rows = left
+        if not self.tile.short:
+            short = (left < Int32(INNER_ROWS)).to(Int32)
+            rows = Int32(INNER_ROWS) + short * (left - Int32(INNER_ROWS))
+            left = left - Int32(INNER_ROWS)
+        out = self._rows(rows, state)
         state, inner = out[: len(state)], out[len(state) :]
         outer = self.sums.join(outer, inner)
-        return [(left - Int32(INNER_ROWS)).ir_value(), *state, *outer]
+        return [left.ir_value(), *state, *outer]
+
+    def _rows(self, count, state):
+        """The next rows; the state and the inner sums after them."""
+        return repeat(count, list(state) + self.sums.zero(), lambda raw: self._row(raw, len(state)))
 
     def _row(self, raw, split):
         k, tile = self.k, self.tile
         state = [kind(v) for kind, v in zip(self.kinds, raw[:split], strict=True)]
         inner = list(raw[split:])
-        at, ahead, (number, ring) = state[: self.split[0]], state[self.split[0] : -2], state[-2:]
-        k.enter(self.at.here(at), self.at.places(at), number, ring)
+        at, ahead, ring = state[: self.split[0]], state[self.split[0] : -1], state[-1]
+        k.enter(self.at.here(at), self.at.places(at), at[0], ring)
         if tile.stages:
-            memory.stage_wait(tile.stages - 2)
-            k.ask(self.ahead.here(ahead), self.ahead.places(ahead), k.stage_before(ring))
+            memory.stage_wait(self.ahead_rows - 1)
+            later = self.ahead.here(ahead), self.ahead.places(ahead)
+            if tile.refill:
+                k.expect(*later)
+            else:
+                k.ask(*later, k.stage_before(ring))
             ahead = self.ahead.advance(ahead)
             ring = k.next_stage(ring)
         row = Row(k)
         row.first(lambda j, dout, xh: self.sums.add(inner, j, dout, xh))
         if k.variant.program.rows:
             row.second()
-        state = [*self.at.advance(at), *ahead, number + Int32(1), ring]
+        k.refilled()
+        state = [*self.at.advance(at), *ahead, ring]
         return [v.ir_value() for v in state] + inner

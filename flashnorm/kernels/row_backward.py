@@ -17,6 +17,8 @@ A weight that comes by rows has a stream for each of its rows and partials ("sev
 its own, nothing is summed ("own"); beside `columns`, rows are no streams either ("alone").
 """
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
@@ -28,6 +30,7 @@ from flashnorm.kernels.frame import extent, row_count
 from flashnorm.kernels.gradient import Row, Stream
 from flashnorm.kernels.stream_frame import StreamFrame, Walk, whole_grid
 from flashnorm.kernels.stream_tile import asks_of
+from flashnorm.kernels.tile import RESERVED, shared_limit
 from flashnorm.program import partials as partials_of
 from flashnorm.program.backward import LEAST_PARTIALS, MOST_PARTIALS, PARTIALS
 
@@ -172,7 +175,7 @@ class RowBackward:
             folds = weight_rows * Int64(-(-self.variant.hidden_size // 32) * len(self.parts))
             common |= {"grid": [Int32(folds), 1, 1], "block": [partials.FOLD_THREADS, 1, 1]}
             if mode == "one":
-                self.fold(index, mode, max(partials.SLICES, self.streams // tile.rows), operands).launch(**common)
+                self.fold(index, mode, max(partials.SLICES, self.left(tile)), operands).launch(**common)
             else:
                 self.fold_some(index, 0, split.partials, operands, common)
 
@@ -185,9 +188,13 @@ class RowBackward:
         else:
             self.fold_some(index, size + 1, count, operands, common)
 
+    def left(self, tile):
+        """Partials that CTAs leave where all rows share the weight, at most: each adds up what folds together first."""
+        return self.streams // (tile.rows * tile.streams)
+
     def live(self, tile, rows):
         """CTAs (clusters) that have a row, where all rows share the weight: as many partials."""
-        most = Int64(self.streams // tile.rows)
+        most = Int64(self.left(tile))
         return most + (rows < most).to(Int64) * (rows - most)
 
     # ------------------------------------------------------------------ on the device
@@ -217,11 +224,12 @@ class RowBackward:
         allocator = getattr(cutlass, "memory", cutlass.utils).SmemAllocator()  # it has moved between versions
         return Int32(allocator.allocate(size, byte_alignment=16).toint())
 
-    def wait(self):
+    def wait(self, signal=True):
         """Until what earlier kernels wrote may be read; the next kernel may start, its own wait orders the rest."""
         if self.has_pdl:
             memory.wait_for_earlier_kernel()
-            memory.let_next_kernel_start()
+            if signal:
+                memory.let_next_kernel_start()
 
     def rows_body(self, index, mode, operands, tid, bid):
         tile = self.plans[index][1]
@@ -234,19 +242,21 @@ class RowBackward:
             memory.cluster_arrive()
         stream = None
         if mode in ("one", "several"):
-            walk, number, here = self.walk_of(k, mode, tile.rows)
+            walk, number, here = self.walk_of(k, mode, tile.rows, tile.streams)
             if self.by_rows and "weight" in self.names:
                 k._bases["weight"] = k.address_of("weight", walk.corner)
             stream = Stream(k, walk)
             if self.has_pdl and tile.prefetch == "all":
                 stream.prefetch()
-        self.wait()
+        self.wait(stream is None or not tile.late_signal)
         if tile.cluster_n > 1:
             memory.cluster_wait()  # every peer runs, so its shared memory exists
         if stream is None:
             self.row_alone(k, self.parts if mode == "own" else [])
             return
         sums = stream.run(trips_of(walk))
+        if self.has_pdl and tile.late_signal:
+            memory.let_next_kernel_start()
         if not stream.sums.parts:
             return
         if mode == "several":
@@ -254,14 +264,17 @@ class RowBackward:
         else:
             partials.join_workers(k, stream.sums, sums, number, self.sum_floats(operands, mode))
 
-    def walk_of(self, k, mode, workers):
+    def walk_of(self, k, mode, workers, streams=1):
         """A worker's rows, the number of its partial (or its CTA's), and whether there is such a worker."""
         if mode == "several":
             walk, here = self.split_of(k.tensors.values()).walk(k.worker)
             return walk, k.worker, here
         corner, width, count = whole_grid(k.tensors["dout"], self.variant.row_rank)
-        first = Int64(k.cta) + Int64(k.row_in_cta) * Int64(self.streams // workers)
-        return Walk(first, Int64(self.streams), count, corner, width), Int64(k.cta), None
+        first = Int64(k.cta) + Int64(k.row_in_cta) * Int64(self.streams // (workers * streams))
+        walk, leap = Walk(first, Int64(self.streams), count, corner, width), None
+        if streams > 1:
+            leap = trips_of(walk), Int64(self.streams // streams)
+        return replace(walk, leap=leap), Int64(k.cta), None
 
     def sum_floats(self, operands, mode):
         if mode == "one":
@@ -301,7 +314,8 @@ class RowBackward:
 
     def fold_body(self, index, mode, most, operands, tid, bid):
         tile, tensors = self.plans[index][1], dict(zip(self.names, operands, strict=True))
-        shared = self.shared(partials.FOLD_BYTES)
+        room = shared_limit(self.sm) // tile.fold_ctas - RESERVED if tile.fold_ctas else 0
+        shared = self.shared(max(partials.FOLD_BYTES, room))
         self.wait()
         distance = None
         if mode == "one":

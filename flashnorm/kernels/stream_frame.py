@@ -25,6 +25,8 @@ class Walk:
         first, step, count: Int64.
         corner: the coordinates of the part's row 0, one or two Int64.
         width: rows of the part along its last axis (Int64); None where the grid has one axis.
+        leap: None, or (Int32, Int64) of a walk that goes on with a second stream, in a grid of one axis: after how many
+            rows, those that do not exist counted, and how much further than the first stream it begins.
     """
 
     first: Any
@@ -32,6 +34,7 @@ class Walk:
     count: Any
     corner: tuple
     width: Any = None
+    leap: Any = None
 
     def coords(self):
         """The coordinates of the first row."""
@@ -39,16 +42,21 @@ class Walk:
             return (self.corner[0] + self.first,)
         return (self.corner[0] + self.first // self.width, self.corner[1] + self.first % self.width)
 
+    def rows(self, further=0):
+        """Rows of the stream (Int32), or of that which begins so much further; both begin before row `step`."""
+        return Int32((self.count - self.first - Int64(further) + self.step - Int64(1)) // self.step)
+
 
 class Cursor:
-    """Where some operands have the row that a stream is at: a list of Int64, moved by `advance`.
+    """Where some operands have the row that a stream is at: a list of raw integers, moved by `advance`.
 
-    The list is t, in a grid of two axes the place along the last one, then an address for each operand.
+    The list is the row's number, in a grid of two axes the place along the last one, then an address for each operand.
     """
 
     def __init__(self, k, walk, names):
         self.walk, self.names = walk, names
         self.steps, self.wraps = {}, {}
+        self.rows, self.more = walk.rows(), None if walk.leap is None else walk.rows(walk.leap[1])
         coords = walk.coords()
         for name in names:
             strides = [Int64(s) * Int64(WIDTH[k.variant.dtype(name)]) for s in k.tensors[name].stride]
@@ -58,13 +66,20 @@ class Cursor:
                 along = walk.step % walk.width
                 self.steps[name] = walk.step // walk.width * strides[0] + along * strides[1]
                 self.wraps[name] = strides[0] - walk.width * strides[1]
+            if walk.leap is not None:
+                self.wraps[name] = (walk.leap[1] - Int64(walk.leap[0]) * walk.step) * strides[0]
         self.along = None if walk.width is None else walk.step % walk.width
-        self.start = [walk.first, *(() if walk.width is None else (walk.first % walk.width,))]
+        self.start = [Int32(0), *(() if walk.width is None else (walk.first % walk.width,))]
         self.start += [k.address_of(name, coords) for name in names]
+        self.kinds = [Int32] + [Int64] * (len(self.start) - 1)
 
     def here(self, state):
         """Whether there is such a row, int32."""
-        return (state[0] < self.walk.count).to(Int32)
+        inside = (state[0] < self.rows).to(Int32)
+        if self.walk.leap is not None:
+            first = self.walk.leap[0]
+            inside = inside | (first <= state[0]).to(Int32) & (state[0] < first + self.more).to(Int32)
+        return inside
 
     def places(self, state):
         """Addresses by name."""
@@ -72,13 +87,16 @@ class Cursor:
 
     def advance(self, state):
         """The state at the stream's next row."""
-        places = self.places(state)
+        places, number = self.places(state), state[0] + Int32(1)
+        if self.walk.leap is not None:
+            over = (number == self.walk.leap[0]).to(Int64)
+            return [number, *(at + self.steps[name] + over * self.wraps[name] for name, at in places.items())]
         if self.walk.width is None:
-            return [state[0] + self.walk.step, *(at + self.steps[name] for name, at in places.items())]
+            return [number, *(at + self.steps[name] for name, at in places.items())]
         along = state[1] + self.along
         over = (self.walk.width - Int64(1) < along).to(Int64)
         moved = [at + self.steps[name] + over * self.wraps[name] for name, at in places.items()]
-        return [state[0] + self.walk.step, along - over * self.walk.width, *moved]
+        return [number, along - over * self.walk.width, *moved]
 
 
 class StreamFrame(Frame):
@@ -207,15 +225,37 @@ class StreamFrame(Frame):
         """Start the copies of a row into the stage at `ring`; one that does not exist becomes +0."""
         for j in range(self.tile.rounds):
             for name in self.loads:
-                slot, plane = self._slot(name, j)
-                dtype = self.variant.dtype(name)
-                offset = j * self.tile.threads * memory.GROUP * WIDTH[dtype]
-                valid = self._valid_bytes(name, j, here)
-                address = (places[name] + Int64(offset)).ir_value()
-                memory.stage_group((slot + ring).ir_value(), plane, address, dtype, self.tile.vec, valid.ir_value())
+                self._ask_group(name, j, here, places, ring)
+        self._ask_words(here, places, ring)
+        memory.stage_commit()
+
+    def _ask_group(self, name, j, here, places, ring):
+        slot, plane = self._slot(name, j)
+        dtype = self.variant.dtype(name)
+        offset = j * self.tile.threads * memory.GROUP * WIDTH[dtype]
+        valid = self._valid_bytes(name, j, here)
+        address = (places[name] + Int64(offset)).ir_value()
+        memory.stage_group((slot + ring).ir_value(), plane, address, dtype, self.tile.vec, valid.ir_value())
+
+    def _ask_words(self, here, places, ring):
         for name in self.words:
             memory.stage_word(self._word_slot(name, ring).ir_value(), places[name].ir_value(), here.ir_value())
-        memory.stage_commit()
+
+    def expect(self, here, places):
+        """Which row comes to the stage of the row at hand, by `refill`."""
+        self._later = here, places
+
+    def refill(self, names, j):
+        """Start the copies of a round of the row that is expected, which nobody reads any more of the one at hand."""
+        if self.tile.refill:
+            for name in names:
+                self._ask_group(name, j, *self._later, self._ring)
+
+    def refilled(self):
+        """The end of such a row."""
+        if self.tile.refill:
+            self._ask_words(*self._later, self._ring)
+            memory.stage_commit()
 
     def _valid_bytes(self, name, j, here):
         """Bytes of this thread's group that exist, at most; none where the row does not."""

@@ -3,7 +3,11 @@
 The streams of a sum (`program.partials`) are 2^20 / H where nothing clamps them: 8192 elements of rows that are worked
 on at the same time for each of 128 SMs. So a CTA has the workers of 8192 elements, 16 elements a thread, and there
 are 128 of it: one for each SM of the devices that matter here (an H200 has 132). What hides latency is the stages: two
-rows under way are 64 KiB an SM, and 4.8 TB/s with 700 ns want 26.
+rows under way are 64 KiB an SM, and 4.8 TB/s with 700 ns want 26. Where there is room for two stages alone, groups are
+refilled one by one, so that the next row is never all that is under way.
+
+Streams are never fewer than 128, so wide rows have twice the partials, and streams that do not all run at the same
+time: a second wave begins with empty stages. Where a stream is one block of rows (M <= 16 P), a worker follows two.
 """
 
 from __future__ import annotations
@@ -13,31 +17,42 @@ from dataclasses import dataclass, replace
 
 from flashnorm.kernels.plans import has_clusters
 from flashnorm.kernels.stream_tile import Again, Asks, Outer, StreamTile, Vectors, asks_of
-from flashnorm.kernels.tile import GROUP, WARP, Prefetch, lanes, shared_limit, sm_of
+from flashnorm.kernels.tile import GROUP, RESERVED, WARP, Prefetch, lanes, shared_limit, sm_of
 from flashnorm.program import Variant, partials
+from flashnorm.program.backward import INNER_ROWS
 
 StreamPlans = tuple[tuple["int | None", StreamTile], ...]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a table says of a tile: threads of a CTA at most, elements of a row a thread, CTAs a row."""
+    """What a table says of a tile: threads of a CTA at most, elements of a row a thread, CTAs a row, CTAs an SM."""
 
     threads: int
     elements: int
     cluster: int = 1
+    ctas: int = 1
     stages: int = 3
     streaming: bool = False
     prefetch: Prefetch = "all"
 
 
+Table = tuple[tuple[int, tuple[Shape, ...]], ...]
 CTAS = 128
 # By the largest H: what is tried, in order of preference, where registers and shared memory suffice. A row has 1024
 # threads at most, over all CTAs of a cluster: those of wide rows have more elements, and shorter CTAs.
-SHAPES: tuple[tuple[int, tuple[Shape, ...]], ...] = (
+SHAPES: Table = (
     (8192, (Shape(512, 16), Shape(256, 16))),
-    (16384, (Shape(512, 32), Shape(512, 16, 2), Shape(256, 16, 4), Shape(128, 16, 8))),
+    (16384, (Shape(512, 32), Shape(256, 16, 4, 2), Shape(512, 16, 2), Shape(256, 16, 4), Shape(128, 16, 8))),
     (32768, (Shape(512, 32, 2), Shape(256, 32, 4), Shape(128, 32, 8))),
+    (65536, (Shape(256, 64, 4), Shape(128, 64, 8))),
+    (131072, (Shape(128, 128, 8),)),
+)
+# The same for two short streams a worker. Where rows are of clusters, an SM had better have two CTAs of half the size:
+# one computes while the other one waits for its cluster.
+SHORT: Table = (
+    (16384, ()),
+    (32768, (Shape(256, 32, 4, 2), Shape(256, 32, 4), Shape(128, 32, 8))),
     (65536, (Shape(256, 64, 4), Shape(128, 64, 8))),
     (131072, (Shape(128, 128, 8),)),
 )
@@ -60,22 +75,24 @@ def registers(tile: StreamTile, asks: Asks) -> int:
         row = max(row, sum(asks.loaded) * GROUP // 4) + (2 * GROUP if tile.again == "values" else 0)
     vectors = {"values": 4, "raw": asks.vector}.get(tile.vectors, 0) * GROUP // 4 if asks.vector else 0
     vectors += HIDDEN if tile.vectors in ("raw", "shared") and tile.again != "values" else 0
-    sums = asks.sums * GROUP * (2 if tile.outer == "registers" else 1) if tile.summed else 0
+    outer = tile.outer == "registers" and not tile.short
+    sums = asks.sums * GROUP * (2 if outer else 1) if tile.summed else 0
     batch = sum(asks.loaded) * GROUP // 4 * tile.batch if tile.again == "global" else 0
     work = WORK[tile.again] + (WORK_MEANS if asks.exchanges > 1 else 0)
     work += (BY_ROWS if asks.by_rows else 0) - (0 if tile.summed else NO_SUMS)
     return tile.rounds * (row + vectors + sums) + batch + work
 
 
-def fits(tile: StreamTile, asks: Asks, sm: int) -> bool:
-    """Whether a tile's registers and shared memory are there."""
-    return registers(tile, asks) <= min(255, 65536 // tile.num_threads) and tile.stream_bytes(asks) <= shared_limit(sm)
+def fits(tile: StreamTile, asks: Asks, sm: int, ctas: int = 1) -> bool:
+    """Whether a tile's registers and shared memory are there, for so many CTAs on an SM."""
+    shared = shared_limit(sm) // ctas - RESERVED * (ctas > 1)
+    return registers(tile, asks) <= min(255, 65536 // (ctas * tile.num_threads)) and tile.stream_bytes(asks) <= shared
 
 
-def tiles_of(hidden_size: int, vec: int, sm: int) -> Iterator[tuple[Shape, StreamTile]]:
+def tiles_of(hidden_size: int, vec: int, sm: int, table: Table = SHAPES) -> Iterator[tuple[Shape, StreamTile]]:
     """The table's tiles for a row, without what depends on registers and shared memory."""
     groups, streams = -(-hidden_size // GROUP), partials(1, hidden_size)
-    for shape in next((found for limit, found in SHAPES if hidden_size <= limit), ()):
+    for shape in next((found for limit, found in table if hidden_size <= limit), ()):
         c = shape.cluster
         if c > 1 and not has_clusters(sm):
             continue
@@ -95,8 +112,9 @@ def pick(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile:
         for again, outer, vectors, stages in ORDER:
             if (stages and not staged) or stages > shape.stages or (outer == "shared" and not asks.sums):
                 continue
-            full = replace(tile, again=again, outer=outer, vectors=vectors, stages=stages)
-            if fits(full, asks, sm):
+            refill = stages == 2 and again == "shared" and not asks.by_rows  # the registers are gone there
+            full = replace(tile, again=again, outer=outer, vectors=vectors, stages=stages, refill=refill)
+            if fits(full, asks, sm, shape.ctas):
                 return full
     # Too wide: sums over rows by columns, and the rows by as many threads as there are.
     for again, batch in (("raw", 4), ("global", 4), ("global", 1)):
@@ -110,6 +128,7 @@ def pick(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile:
 
 STAGED: tuple[tuple[Again, Outer, Vectors], ...] = (
     ("values", "registers", "raw"),
+    ("values", "shared", "shared"),
     ("shared", "registers", "raw"),
     ("shared", "shared", "raw"),
     ("shared", "registers", "shared"),
@@ -129,9 +148,24 @@ ORDER: list[tuple[Again, Outer, Vectors, int]] = [
 ] + [(again, "registers", vectors, 0) for again, vectors in UNSTAGED]
 
 
+def pick_short(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile | None:
+    """The tile for so few rows that a stream is one block; None where it is that for any number."""
+    if not asks.sums or asks.by_rows or asks.axes > 1 or vec * min(asks.loaded) < 4:
+        return None
+    for shape, tile in tiles_of(hidden_size, vec, sm, SHORT):
+        two = replace(tile, again="shared", outer="shared", stages=2, refill=True, short=True, streams=2)
+        for vectors in ("raw", "shared", "global"):
+            full = replace(two, vectors=vectors)
+            if fits(full, asks, sm, shape.ctas):
+                return full
+    return None
+
+
 def plans(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamPlans:
     """(largest M, tile) for every class of M."""
-    return ((None, pick(hidden_size, vec, asks, sm)),)
+    every, short = pick(hidden_size, vec, asks, sm), pick_short(hidden_size, vec, asks, sm)
+    few = ((INNER_ROWS * partials(1, hidden_size), short),) if short else ()
+    return (*few, (None, every))
 
 
 def plans_for(variant: Variant, arch: str) -> StreamPlans:

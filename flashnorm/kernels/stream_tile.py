@@ -30,6 +30,7 @@ class Asks:
         sums: element size of each vector whose gradient is summed over the rows: a dweight, a dbias.
         vector: element size of the weight, 0 without one.
         by_rows: the weight comes by rows.
+        axes: of the grid of rows, 1 or 2.
     """
 
     loaded: tuple[int, ...]
@@ -38,6 +39,7 @@ class Asks:
     sums: int = 1
     vector: int = 2
     by_rows: bool = False
+    axes: int = 1
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,14 @@ class StreamTile(RowTile):
         outer: where the sums of whole blocks of rows wait: "registers", or "shared" memory.
         vectors: where the weight waits: its fp32 "values", "raw" registers, "shared" memory, or nowhere ("global").
         summed: dweight is summed here; otherwise a kernel of its own reads the rows again, by columns.
+        refill: a group of a stage is asked for again, of a later row, as soon as it has been read for the last time;
+            otherwise a stage as a whole is, when the row after it is begun. One more row is under way for it.
+        short: for streams of one block of rows at most: there is nothing to add to outer sums until their end.
+        streams: that a worker follows, one after the other: p, and with two p + P/2, which fold together first. Then a
+            stream must be one block, so that the outer sums of the first are those that the second one's are added to.
+        late_signal: the fold may start when the rows are done, not when they begin: it does not take the first SMs that
+            get free, but all alike.
+        fold_ctas: of the fold on an SM, at most; it asks for shared memory that it does not need. 0: as many as fit.
     """
 
     stages: int = 2
@@ -59,6 +69,11 @@ class StreamTile(RowTile):
     outer: Outer = "registers"
     vectors: Vectors = "values"
     summed: bool = True
+    refill: bool = False
+    short: bool = False
+    streams: int = 1
+    late_signal: bool = False
+    fold_ctas: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,6 +82,11 @@ class StreamTile(RowTile):
             "again='shared' needs stages": self.again != "shared" or self.stages > 0,
             "again='global' and stages exclude each other": self.again != "global" or self.stages == 0,
             "a worker takes its own rows in turn": self.turns == 1,
+            "what waits nowhere is not refilled": not self.refill or self.stages > 0,
+            "a worker has one stream, or two short ones": self.streams == 1 or (self.streams == 2 and self.short),
+            "sums of short streams wait for a second one or nowhere": not self.short
+            or self.streams == 2
+            or self.outer == "registers",
             "workers of a CTA are a power of two": self.rows & (self.rows - 1) == 0,
             "what is not summed is one row a CTA, without outer sums": self.summed
             or (self.rows == 1 and self.outer == "registers"),
@@ -78,7 +98,8 @@ class StreamTile(RowTile):
     def alone(self) -> StreamTile:
         """The plan for rows that are no stream: nothing is kept for a next one."""
         again: Again = "raw" if self.rounds <= 4 else "global"
-        return replace(self, stages=0, again=again, outer="registers", vectors="global")
+        one = replace(self, streams=1, outer="registers", refill=False)
+        return replace(one, stages=0, again=again, vectors="global", short=False)
 
     def row_bytes(self, asks: Asks) -> int:
         """Shared memory of one row in turn of every worker of the CTA."""
@@ -129,4 +150,5 @@ def asks_of(variant: Variant) -> Asks:
         sums=program.sums,
         vector=WIDTH[variant.dtype("weight")] if program.weight and program.rows else 0,
         by_rows=bool(variant.row_vecs),
+        axes=variant.row_rank,
     )

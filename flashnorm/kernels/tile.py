@@ -40,6 +40,7 @@ Plans = tuple[tuple["int | None", "RowTile"], ...]
 
 # Shared memory one CTA may use, bytes (CUDA programming guide, technical specifications per compute capability).
 SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 88: 99, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+RESERVED = 1024  # bytes of it that the system takes of each CTA
 
 
 def shared_limit(sm: int) -> int:

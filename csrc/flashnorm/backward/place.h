@@ -11,7 +11,7 @@ namespace flashnorm {
 template <class Program>
 Streams streams_of(const Program& program, const Operands& operands) {
   const int64_t rows = operands.rows(), inner = operands.inner();
-  Streams streams{rows, 1, inner, 0, false};
+  Streams streams{rows, 1, inner, 0, 0, false, inner >= rows};
   if constexpr (Program::kDw) {
     const auto& dweight = program.dweight;
     if (dweight.inner_stride != 0 || dweight.outer_stride != 0) {
@@ -24,6 +24,7 @@ Streams streams_of(const Program& program, const Operands& operands) {
       } else {
         streams.rows = operands.outer();
         streams.weight_rows = inner;
+        streams.even = true;
       }
     }
   }
@@ -31,6 +32,7 @@ Streams streams_of(const Program& program, const Operands& operands) {
     TVM_FFI_THROW(ValueError) << "a bias goes with a weight that all rows share";
   }
   streams.partials = partials_of(streams.weight_rows, operands.hidden_size());
+  while (1 << streams.shift < streams.partials) ++streams.shift;
   return streams;
 }
 

@@ -169,7 +169,9 @@ struct Streams {
   int64_t weight_rows;  // r < weight_rows
   int64_t inner;        // of the row grid; rows [M, H] are one outer row of M
   int partials;         // P
+  int shift;            // its logarithm: a division of 64 bits takes a device half a microsecond
   bool own;             // every row has a weight row of its own: nothing is added
+  bool even;            // rows that share a weight row are equally far apart, in every operand
 
   // Row t of those that share weight row r.
   FN_HOST_DEVICE Row row(int64_t r, int64_t t) const {
@@ -179,7 +181,12 @@ struct Streams {
     return {outer, t - outer * inner, 0};
   }
   // How many rows partial p has.
-  FN_HOST_DEVICE int64_t count(int64_t p) const { return p < rows ? (rows - p + partials - 1) / partials : 0; }
+  FN_HOST_DEVICE int64_t count(int64_t p) const { return p < rows ? (rows - p + partials - 1) >> shift : 0; }
+  // From a row to the next one of its partial, where they are evenly spaced: in elements of an operand.
+  template <class Ref>
+  FN_HOST_DEVICE int64_t step(const Ref& ref) const {
+    return partials * (weight_rows > 1 ? ref.outer_stride : ref.inner_stride);
+  }
   // Partials that have any rows.
   FN_HOST_DEVICE int64_t used() const { return rows < partials ? rows : partials; }
 };

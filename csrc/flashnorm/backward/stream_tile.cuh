@@ -39,6 +39,11 @@ constexpr int kStreamPieces = kPieces<typename Program::Dout> + kPieces<typename
 // Whether a thread keeps its part of the weight in registers: one in fp32 with four groups spilled.
 template <class Program, class Tile>
 constexpr bool kHoldsWeight = Tile::kHeld * Elements<typename Program::W, kGroup>::kBytes <= 64;
+// Whether gw and xh of the first pass are there for the second one, or made again from the stages: twice a group. For
+// narrow rows ptxas has a step of occupancy in mind, and spills.
+template <class Program, class Tile>
+constexpr bool kKeepsValues = Program::kRows && Tile::kThreads > 0 && Tile::kHeld <= 2 && Program::kSums < 2 &&
+                              Elements<typename Program::W, kGroup>::kBytes <= 16;
 
 // Bytes of shared memory that all streams of a CTA need: of a stage, and of outer accumulators.
 template <class Program>

@@ -12,6 +12,7 @@
 #include "../reduce.cuh"
 #include "program.cuh"
 #include "stream_tile.cuh"
+#include "stream_walk.cuh"
 
 namespace flashnorm {
 
@@ -23,11 +24,12 @@ class Stream {
   using Dout = typename Program::Dout;
   using X = typename Program::X;
   using G = typename Program::G;
+  using Sources = StreamSources<Program>;
   using Weights = typename Elements<typename Program::W, kGroup>::Type;
   using Reduce = RowReduce<Tile::kThreads, Tile::kCluster, Program::kRowSums, true>;
   static constexpr int kLanes = Tile::kLanes, kGroups = Tile::kGroups, kHeld = Tile::kHeld;
   static constexpr int kSums = Program::kSums, kPiecesOfAll = kStreamPieces<Program>;
-  static constexpr bool kHolds = kHoldsWeight<Program, Tile>;
+  static constexpr bool kHolds = kHoldsWeight<Program, Tile>, kKeeps = kKeepsValues<Program, Tile>;
 
  public:
   FN_DEVICE Stream(const Program& program, const StreamGrid& grid)
@@ -43,14 +45,14 @@ class Stream {
     written_ = streams.partials / grid.folded;
     const int64_t used = streams.used() < written_ ? streams.used() : written_;
     const int64_t bundle = int64_t(blockIdx.x) / Tile::kCluster * bundles + slot_ / grid.folded;
-    weight_row_ = bundle / used;
+    weight_row_ = streams.weight_rows > 1 ? bundle / used : bundle >= used;
     column_ = int(bundle - weight_row_ * used);
     first_row_ = column_ + int64_t(slot_ % grid.folded) * written_;
     const bool there = weight_row_ < streams.weight_rows;
     if (!there) weight_row_ = 0;
-    count_ = there ? streams.count(first_row_) : 0;
+    count_ = there ? int(streams.count(first_row_)) : 0;
     // Where several rows share a warp, all of them go on as long as any may.
-    turns_ = Tile::kThreads > 0 ? count_ : (streams.rows + streams.partials - 1) / streams.partials;
+    turns_ = Tile::kThreads > 0 ? count_ : int(streams.count(0));
     col_ = (rank_ * threads_ + int(threadIdx.x)) * kGroup;
     left_ = grid.hidden_size - col_;
     uint4* memory = dynamic_shared();
@@ -58,6 +60,20 @@ class Stream {
     ring_ = memory + mine;
     stride_ = cta;
     outer_ = reinterpret_cast<float4*>(memory + int64_t(grid.stages) * kHeld * kPiecesOfAll * cta) + mine;
+    walk_ = {streams, weight_row_, first_row_, col_};
+    walk_.begin(program, from_, words_, to_);
+  }
+
+  // Asks for the first rows in L2, before earlier kernels are done.
+  FN_DEVICE void touch() const {
+    Sources from = from_;
+    for (int s = 0; s < grid_.stages && s < count_; ++s) {
+      FN_UNROLL
+      for (int j = 0; j < kHeld; ++j) {
+        if (has(j)) prefetch(from.dout + col(j)), prefetch(from.x + col(j));
+      }
+      walk_.go_on(program_, from, s + 1);
+    }
   }
 
   FN_DEVICE void run() {
@@ -67,11 +83,13 @@ class Stream {
       fetch(s, s);
       end_batch();
     }
-    RowState next = state_of(0);
+    RowState next{};
+    if (count_ > 0) next = walk_.state(program_, words_, 0);
     int stage = 0;
-    for (int64_t i = 0; i < turns_; ++i) {
+    for (int i = 0; i < turns_; ++i) {
       const RowState state = next;
-      if (i + 1 < count_) next = state_of(i + 1);
+      walk_.go_on(program_, words_, i + 1);
+      if (i + 1 < count_) next = walk_.state(program_, words_, i + 1);
       await_batches(grid_.stages - 1);
       float sums[Program::kRowSums];
       survey(sums, stage, state, i < count_);
@@ -87,14 +105,6 @@ class Stream {
   FN_DEVICE static int col(int i) { return Tile::kThreads > 0 ? i * Tile::kThreads * Tile::kCluster * kGroup : 0; }
   FN_DEVICE bool has(int i) const { return col(i) < left_; }
 
-  FN_DEVICE Row row(int64_t i) const {
-    return grid_.streams.row(weight_row_, first_row_ + i * grid_.streams.partials);
-  }
-  FN_DEVICE RowState state_of(int64_t i) const {
-    if (i >= count_) return {};
-    return program_.state(row(i));
-  }
-
   // ------------------------------------------------------------ the ring
   FN_DEVICE uint4* piece(int stage, int i, int k) const {
     return ring_ + ((stage * kHeld + i) * kPiecesOfAll + k) * stride_;
@@ -103,17 +113,6 @@ class Stream {
   FN_DEVICE void fetch_group(uint4* to, const T* from) const {
     FN_UNROLL
     for (int k = 0; k < kPieces<T>; ++k) start_copy(to + k * stride_, reinterpret_cast<const uint4*>(from) + k);
-  }
-  struct Sources {
-    const Dout* dout;
-    const X* x;
-    const G* more;
-  };
-  FN_DEVICE Sources sources(int64_t i) const {
-    const Row at = row(i);
-    Sources from{program_.dout.row(at) + col_, program_.x.row(at) + col_, nullptr};
-    if constexpr (Program::kJoins) from.more = program_.g_residual.row(at) + col_;
-    return from;
   }
   FN_DEVICE void fetch_group(const Sources& from, int stage, int j) const {
     uint4* to = piece(stage, j, 0);
@@ -124,13 +123,13 @@ class Stream {
     }
   }
   // Asks for the stream's i-th row.
-  FN_DEVICE void fetch(int stage, int64_t i) const {
+  FN_DEVICE void fetch(int stage, int i) {
     if (i >= count_) return;
-    const Sources from = sources(i);
     FN_UNROLL
     for (int j = 0; j < kHeld; ++j) {
-      if (has(j)) fetch_group(from, stage, j);
+      if (has(j)) fetch_group(from_, stage, j);
     }
+    walk_.go_on(program_, from_, i + 1);
   }
   template <class T>
   FN_DEVICE void get(Pack<T, kGroup>& pack, const uint4* from) const {
@@ -176,7 +175,7 @@ class Stream {
           Pack<std::remove_const_t<X>, kGroup> x;
           get(dout, piece(stage, i, 0));
           get(x, piece(stage, i, kPieces<Dout>));
-          float gw[kGroup], xh[kGroup], term[kGroup];
+          float(&gw)[kGroup] = gw_[kKeeps ? i : 0], (&xh)[kGroup] = xh_[kKeeps ? i : 0], term[kGroup];
           widen(gw, dout);
           widen(xh, x);
           Program::normalize(xh, state);
@@ -202,40 +201,44 @@ class Stream {
     if constexpr (Program::kRows) reduce_.template fold<Add>(sums, lane);
   }
 
-  FN_DEVICE void finish(int stage, const RowState& state, const RowSums& means, int64_t i) {
-    const int64_t later = i + grid_.stages;
+  FN_DEVICE void finish(int stage, const RowState& state, const RowSums& means, int i) {
+    const int later = i + grid_.stages;
     const bool more = later < count_;
-    Sources from{};
-    if (more) from = sources(later);
-    const Row at = row(i);
     FN_UNROLL
     for (int j = 0; j < kHeld; ++j) {
       if (!has(j)) continue;
-      Pack<std::remove_const_t<Dout>, kGroup> dout;
-      Pack<std::remove_const_t<X>, kGroup> x;
       typename Elements<G, kGroup>::Type joined;
-      get(dout, piece(stage, j, 0));
-      get(x, piece(stage, j, kPieces<Dout>));
       if constexpr (Program::kJoins) get(joined, piece(stage, j, kPieces<Dout> + kPieces<X>));
-      float v[kGroup], xh[kGroup];
-      widen(v, dout);
-      widen(xh, x);
-      if (more) fetch_group(from, stage, j);
-      Program::normalize(xh, state);
-      weigh(v, j);
+      float(&v)[kGroup] = gw_[kKeeps ? j : 0], (&xh)[kGroup] = xh_[kKeeps ? j : 0];
+      if constexpr (kKeeps) {
+        if (more) fetch_group(from_, stage, j);
+      } else {
+        Pack<std::remove_const_t<Dout>, kGroup> dout;
+        Pack<std::remove_const_t<X>, kGroup> x;
+        get(dout, piece(stage, j, 0));
+        get(x, piece(stage, j, kPieces<Dout>));
+        widen(v, dout);
+        widen(xh, x);
+        if (more) fetch_group(from_, stage, j);
+        Program::normalize(xh, state);
+        weigh(v, j);
+      }
       Program::differentiate(v, xh, state, means);
       Program::join(v, joined);
-      store(program_.dx, v, at, j);
-      store(program_.dresidual, v, at, j);
+      store(to_.dx, v, j);
+      store(to_.dresidual, v, j);
     }
+    walk_.go_on(program_, from_, later + 1);
+    walk_.go_on(program_, to_, i + 1);
   }
   template <class T>
-  FN_DEVICE void store(const RowRef<T>& to, const float (&v)[kGroup], Row at, int j) const {
-    Pack<T, kGroup> pack;
-    narrow(pack, v);
-    to.store(pack, At<Whole>{at, col_ + col(j), {}});
+  FN_DEVICE void store(T* to, const float (&v)[kGroup], int j) const {
+    if constexpr (!std::is_void_v<T>) {
+      Pack<T, kGroup> pack;
+      narrow(pack, v);
+      detail::store(to + col(j), pack, Whole{});
+    }
   }
-  FN_DEVICE void store(Absent, const float (&)[kGroup], Row, int) const {}
 
   // ------------------------------------------------------------ sums over rows
   FN_DEVICE void accumulate(int i, const float (&dout)[kGroup], const float (&xh)[kGroup]) {
@@ -279,19 +282,21 @@ class Stream {
   FN_DEVICE void join_outer(float (&v)[kGroup], int q, int i, bool any) const {
     FN_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const float4 before = any ? outer(q, i, half) : float4{0.0f, 0.0f, 0.0f, 0.0f};
-      v[4 * half] = fp::add(before.x, v[4 * half]);
-      v[4 * half + 1] = fp::add(before.y, v[4 * half + 1]);
-      v[4 * half + 2] = fp::add(before.z, v[4 * half + 2]);
-      v[4 * half + 3] = fp::add(before.w, v[4 * half + 3]);
+      add_half(any ? outer(q, i, half) : float4{0.0f, 0.0f, 0.0f, 0.0f}, v, half);
     }
+  }
+  FN_DEVICE static void add_half(float4 more, float (&v)[kGroup], int half) {
+    v[4 * half] = fp::add(more.x, v[4 * half]);
+    v[4 * half + 1] = fp::add(more.y, v[4 * half + 1]);
+    v[4 * half + 2] = fp::add(more.z, v[4 * half + 2]);
+    v[4 * half + 3] = fp::add(more.w, v[4 * half + 3]);
   }
   FN_DEVICE static float4 half_of(const float (&v)[kGroup], int half) {
     return {v[4 * half], v[4 * half + 1], v[4 * half + 2], v[4 * half + 3]};
   }
 
   // The outer accumulators take the inner ones, which start again.
-  FN_DEVICE void flush(int64_t before) {
+  FN_DEVICE void flush(int before) {
     FN_UNROLL
     for (int q = 0; q < kSums; ++q) {
       FN_UNROLL
@@ -335,13 +340,7 @@ class Stream {
           FN_UNROLL
           for (int i = 0; i < kHeld; ++i) {
             FN_UNROLL
-            for (int half = 0; half < 2; ++half) {
-              const float4 other = hand[(i * 2 + half) * stride_];
-              inner_[q][i][4 * half] = fp::add(inner_[q][i][4 * half], other.x);
-              inner_[q][i][4 * half + 1] = fp::add(inner_[q][i][4 * half + 1], other.y);
-              inner_[q][i][4 * half + 2] = fp::add(inner_[q][i][4 * half + 2], other.z);
-              inner_[q][i][4 * half + 3] = fp::add(inner_[q][i][4 * half + 3], other.w);
-            }
+            for (int half = 0; half < 2; ++half) add_half(hand[(i * 2 + half) * stride_], inner_[q][i], half);
           }
         }
       }
@@ -369,14 +368,19 @@ class Stream {
   int64_t weight_row_;
   int column_;  // the first of the partials that fold together here
   int64_t first_row_;
-  int64_t count_;
-  int64_t turns_;
+  int count_;  // no memory holds so many rows that an int would not
+  int turns_;
   int col_;
   int left_;
+  StreamWalk walk_;
+  Sources from_{};  // of the next row to ask for
+  StreamWords<Program> words_{};
+  StreamTargets<Program> to_{};
   uint4* ring_;
   int stride_;
   float4* outer_;
   Weights weights_[kHolds ? kHeld : 1];
+  float gw_[kKeeps ? kHeld : 1][kGroup], xh_[kKeeps ? kHeld : 1][kGroup];
   float inner_[kSums > 0 ? kSums : 1][kHeld][kGroup];
 };
 
@@ -384,6 +388,7 @@ template <class Program, class Tile>
 __global__ void __launch_bounds__(Tile::kCta)
     backward_streams(const __grid_constant__ Program program, const __grid_constant__ StreamGrid grid) {
   Stream<Program, Tile> stream(program, grid);
+  stream.touch();
   wait_for_earlier_kernels();
   let_later_kernels_start();
   stream.run();

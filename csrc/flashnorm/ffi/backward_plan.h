@@ -25,7 +25,6 @@ using StreamTiles = StreamTileList<     // threads, rows, cluster, lanes, groups
     StreamTile<32, 8, 1, 4, 1>,         // up to 1024
     StreamTile<128, 4, 1, 2, 1>,        // up to 2048
     StreamTile<256, 2, 1, 2, 1>,        // up to 4096
-    StreamTile<256, 1, 1, 4, 1>,        // up to 6144
     StreamTile<512, 1, 1, 2, 1>>;       // up to 8192
 using WideTiles = StreamTileList<       //
     StreamTile<512, 1, 1, 2, 2>,        // up to 16384
@@ -47,7 +46,6 @@ inline StreamPlan pick_streams(const DeviceFacts& device, int hidden_size, int s
   if (lanes <= 128) return {32, 8, 1, lanes / 32, 1, 0};
   if (lanes == 256) return {128, 4, 1, 2, 1, 0};
   if (lanes == 512) return {256, 2, 1, 2, 1, 0};
-  if (hidden_size <= 6144) return {256, 1, 1, 4, 1, 0};
   if (hidden_size <= 8192) return {512, 1, 1, 2, 1, 0};
   const bool clusters = device.sm >= 90;
   if (hidden_size <= 16384 && sums < 2) return {512, 1, 1, 2, 2, 0};
