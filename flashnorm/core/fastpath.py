@@ -5,7 +5,8 @@ generated one with the same signature, which finds the guarded launches for this
 what a guard compares (`core.guard`) needs no second look, and what no guard knows is tested beside it: classes,
 the value of eps, and whether torch must see the call (modes, functorch, a profiler, a gradient that would be
 lost). Anything unusual, an exception included, goes to the function behind, which knows what to say. The text is
-generated, because a loop over operands in place of this straight line costs as much as the launch itself.
+generated, because a loop over operands in place of this straight line costs as much as the launch itself. Where a
+compiler is, C++ does all of that (`core.native`): the text hands it the arguments, and stands in where there is none.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flashnorm.core import native
 from flashnorm.core.checks import FLT_MAX, least, split
 from flashnorm.core.dispatch import forced_here
 from flashnorm.program import TAILED
@@ -33,8 +35,31 @@ MAX_CHAIN = 8  # guarded launches for one size
 # a flat tuple: what it was made under (options as given, further parameters, whether optional outputs were asked for,
 # the forced route), the scalars as they were then, so that the same objects need no second look, and the launch.
 Entry = tuple[Any, ...]
-Recent = dict[int, tuple[Entry, ...]]
 ABSENT = object()
+
+
+class Recent(dict[int, tuple[Entry, ...]]):
+    """The guarded launches of an operator, and the functions that look for them here.
+
+    The first entry gives these functions their C++: a program that never calls an operator pays nothing for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fronts: list[tuple[dict[str, Any], native.Front]] = []
+        self.bound = False
+
+    def bind(self) -> None:
+        self.bound = True
+        for scope, front in self.fronts:
+            scope["native"] = front.call(self)
+
+    def forget(self) -> None:
+        self.clear()
+        self.bound = False
+        for scope, _ in self.fronts:
+            scope["native"] = None
+
 
 # Who must see a call through torch's dispatcher. The cold path asks for functorch too; the warm one need not, since
 # tensors under its transforms cannot be handed to a kernel.
@@ -57,13 +82,22 @@ ASKED: dict[str, Any] = {
 }
 watched: Callable[[], Any] = eval(f"lambda: {' or '.join((*WATCHERS, 'functorch() is not None'))}", ASKED)
 
+IN_CPP = """\
+    if native is not None:
+        made = native({parameters})
+        return cold({{forward}}) if made is MISS else made
+"""
+TRACED = """\
+    if is_compiling():
+        return cold({forward})
+"""
 EAGER = f"""\
     if {" or ".join(WATCHERS)}{{unless}}:
         return cold({{{{forward}}}})
 """
 TEMPLATE = """\
 def {name}{signature}:
-{positional}{eager}
+{positional}{in_cpp}{eager}
     try:
         if not {plain_x} or grad_enabled() and ({requires_grad}):
             return cold({forward})
@@ -133,7 +167,10 @@ def warm(
     given = {p.name for p in parameters}
     state = (*(name for name in op.options if name in given), *seen, *flags)
     local = {o.name: names.get(o.name, o.name) for o in op.operands}
+    called = [p.name for p in parameters]
     spread = {name: scalar for name, (scalar, _) in op.by_value.items() if scalar not in given}
+    more = (unless, only or {}, tails or {}, eager)
+    front = native.Front(op, called, dict(local), names, spread, state, asked, *more)
     allocate = [f"{name}_tensor, {scalar} = {_spread(op, name, local[name])}" for name, scalar in spread.items()]
     numbers = (s for s in op.scalars if s not in given and s not in spread.values())
     allocate += [f"{s} = {names[s]}" for s in numbers]
@@ -166,6 +203,7 @@ def warm(
         name=op.name,
         signature=_signature(parameters),
         positional=_positional(parameters),
+        in_cpp=(TRACED if eager else "") + IN_CPP.format(parameters=", ".join(called)),
         eager=EAGER.format(unless=_elsewhere(unless, only or {})) if eager else "",
         allocate="; ".join(allocate) or "pass",
         x=x,
@@ -199,6 +237,8 @@ def warm(
         "Tensor": torch.Tensor,
         "Parameter": torch.nn.Parameter,
         "memoryless": memoryless,
+        "native": None,
+        "MISS": native.MISS,
         "ABSENT": ABSENT,
         "split": functools.partial(split, op),
         "recent": recent,
@@ -207,6 +247,8 @@ def warm(
         "dtypes": {local[o.name]: getattr(torch, o.dtypes[0]) for o in op.operands if o.name in (tails or ())},
     }
     exec(compile(text, f"<flashnorm {op.name}>", "exec"), scope)  # our own text
+    recent.fronts.append((scope, front))
+    recent.bound = False
     call: Any = functools.wraps(cold)(scope[op.name])
     call.is_warm = True
     return call
@@ -296,4 +338,6 @@ def remember(recent: Recent, elements: int, entry: Entry) -> None:
     """Makes a call warm: puts its entry in front of those of as many elements."""
     if len(recent) >= MAX_SIZES:
         recent.clear()
+    if not recent.bound:
+        recent.bind()
     recent[elements] = (entry, *recent.get(elements, ())[: MAX_CHAIN - 1])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashnorm.core import layout
+from flashnorm.core import layout, native
 from flashnorm.core.operands import WIDE
 from flashnorm.core.plan import Plan
 
@@ -28,7 +28,9 @@ Guarded = Callable[..., bool]
 def guarded(op: Op, made: Plan, tensors: Tensors, scalars: Sequence[float]) -> Guarded:
     """The guarded launch of a plan, made for these tensors and numbers."""
     launch = _in_cpp(op, made, tensors, scalars) if made.kernel is not None else None
-    return made.on_device(_in_python(op, made, tensors, scalars) if launch is None else launch)
+    if launch is None:
+        return made.on_device(_in_python(op, made, tensors, scalars))
+    return native.launch(launch, made.on_device(launch), made.device)
 
 
 def _fixed(made: Plan, scalars: Sequence[float]) -> list[tuple[int, float]]:

@@ -105,8 +105,8 @@ class Op:
         self.encoded = tuple(i for i, o in enumerate(self.operands) if set(o.dtypes) & set(ENCODED))
         self._asked: tuple[str, ...] = ()
         self._derived: frozenset[str] = frozenset()
-        self._warm_calls: fastpath.Recent = {}
-        self._warm_kernels: fastpath.Recent = {}
+        self._warm_calls = fastpath.Recent()
+        self._warm_kernels = fastpath.Recent()
         self.overload = library.define(self, self._serve)
         (BACKWARD if isinstance(full, BackwardProgram) else ALL)[name] = self
         if public:
@@ -358,8 +358,8 @@ class Op:
 
     def forget(self) -> None:
         """Makes every call cold again (kernels stay loaded)."""
-        self._warm_calls.clear()
-        self._warm_kernels.clear()
+        self._warm_calls.forget()
+        self._warm_kernels.forget()
 
 
 def _positional(names: Sequence[str]) -> inspect.Signature:

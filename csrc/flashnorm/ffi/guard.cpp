@@ -85,18 +85,18 @@ struct Guard {
       }
       const std::optional<DLTensor*> tensor = given.try_cast<DLTensor*>();
       if (!expected.present || !tensor || !expected.matches(**tensor)) return false;
-      tensors[i] = **tensor;
-      first[i] = address_of(tensors[i]);
+      first[i] = address_of(**tensor);
       if (first[i] == 0 || (first[i] & expected.low_mask) != expected.low) return false;
-      if (expected.viewed) {
-        tensors[i].ndim = int(expected.view_shape.size());
-        tensors[i].shape = const_cast<int64_t*>(expected.view_shape.data());
-        tensors[i].strides = const_cast<int64_t*>(expected.view_strides.data());
-        if (expected.raw) tensors[i].dtype = DLDataType{kDLUInt, 8, 1};
-        passed[n++] = &tensors[i];
-      } else {
-        passed[n++] = given;
-      }
+      // Sizes and strides are the guard's own: whoever gave the tensor may change it while the kernel is launched.
+      const bool viewed = expected.viewed;
+      const std::vector<int64_t>&shape = viewed ? expected.view_shape : expected.shape,
+                                &strides = viewed ? expected.view_strides : expected.strides;
+      tensors[i] = **tensor;
+      tensors[i].ndim = int(shape.size());
+      tensors[i].shape = const_cast<int64_t*>(shape.data());
+      tensors[i].strides = const_cast<int64_t*>(strides.data());
+      if (expected.raw) tensors[i].dtype = DLDataType{kDLUInt, 8, 1};
+      passed[n++] = &tensors[i];
     }
     if (overlap(first)) return false;
     Any ignored;
