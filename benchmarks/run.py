@@ -69,6 +69,10 @@ class Run:
         shapes = dict.fromkeys(shape for mine in wanted.values() for shape in mine)
         return [(bench, shape) for shape in shapes for bench in benches if shape in wanted[bench.name]]
 
+    def host_work(self) -> list[tuple[Bench, Shape]]:
+        """What the host cost alone needs: one small shape of each."""
+        return [(BENCHES[name], HOST_SHAPE) for name in self.args.ops]
+
     def elapsed(self) -> float:
         return time.monotonic() - self.started
 

@@ -37,7 +37,7 @@ def call(device):
 
 def missed(x, weight, eps=1e-6, out=None, enable_pdl=None, numerics="flashinfer", return_rstd=False, *more) -> bool:
     """Whether the function in C++ leaves a call to the one behind."""
-    scope = next(scope for scope, front in RMSNORM._warm_calls.fronts if front.eager)
+    scope = RMSNORM._warm_calls.fronts[0][0]
     return (
         scope["native"](x, weight, eps, out, enable_pdl, numerics, return_rstd, *(more or (None, None))) is native.MISS
     )

@@ -34,22 +34,27 @@ def _toolchain() -> dict[str, Any]:
     return {"host": cxx.identity, "flags": FLAGS} if cxx else {}
 
 
+def headers() -> tuple[Path, ...] | Missing:
+    """Folders of the headers of Python and PyTorch."""
+    found = (Path(sysconfig.get_paths()["include"]), Path(torch.__file__).resolve().parent / "include")
+    for header, where in zip(("Python.h", "c10/core/TensorImpl.h"), found, strict=True):
+        if not (where / header).is_file():
+            return Missing(f"{where} has no {header}")
+    return found
+
+
 def spec() -> ArtifactSpec:
     """The artefact: for this PyTorch and this Python, on any processor of this machine's architecture."""
     root = Path(torch.__file__).resolve().parent
     abi = int(torch.compiled_with_cxx11_abi())
 
     def build_in(folder: Path) -> None:
-        cxx, ffi = find_host_compiler(settings), find_tvm_ffi()
-        for found in (cxx, ffi):
-            if isinstance(found, Missing):
-                raise BuildError(f"the warm call cannot be built: {found}")
-        assert cxx and ffi
-        headers = (Path(sysconfig.get_paths()["include"]), root / "include", *ffi.include_dirs)
-        for header, where in (("Python.h", headers[0]), ("c10/core/TensorImpl.h", headers[1])):
-            if not (where / header).is_file():
-                raise BuildError(f"the warm call cannot be built: {where} has no {header}")
-        includes = [f"-isystem{path}" for path in headers]
+        cxx, ffi, found = find_host_compiler(settings), find_tvm_ffi(), headers()
+        for part in (cxx, ffi, found):
+            if isinstance(part, Missing):
+                raise BuildError(f"the warm call cannot be built: {part}")
+        assert cxx and ffi and not isinstance(found, Missing)
+        includes = [f"-isystem{path}" for path in (*found, *ffi.include_dirs)]
         command = (*cxx.command, *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *includes)
         libraries = [f"-L{ffi.lib_dir}", "-ltvm_ffi", f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
         if sys.platform == "darwin":

@@ -36,23 +36,24 @@ MAX_CHAIN = 8  # guarded launches for one size
 # the forced route), the scalars as they were then, so that the same objects need no second look, and the launch.
 Entry = tuple[Any, ...]
 ABSENT = object()
+Chain = tuple[tuple["Recent", native.Front], ...]
 
 
 class Recent(dict[int, tuple[Entry, ...]]):
-    """The guarded launches of an operator, and the functions that look for them here.
+    """The guarded launches of an operator, and the functions that look for them here, each with all its operators'.
 
     The first entry gives these functions their C++: a program that never calls an operator pays nothing for it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.fronts: list[tuple[dict[str, Any], native.Front]] = []
+        self.fronts: list[tuple[dict[str, Any], Chain]] = []
         self.bound = False
 
     def bind(self) -> None:
         self.bound = True
-        for scope, front in self.fronts:
-            scope["native"] = front.call(self)
+        for scope, chain in self.fronts:
+            scope["native"] = native.call(chain)
 
     def forget(self) -> None:
         self.clear()
@@ -247,10 +248,13 @@ def warm(
         "dtypes": {local[o.name]: getattr(torch, o.dtypes[0]) for o in op.operands if o.name in (tails or ())},
     }
     exec(compile(text, f"<flashnorm {op.name}>", "exec"), scope)  # our own text
-    recent.fronts.append((scope, front))
-    recent.bound = False
+    # A public function with a warm call for each of its operators: the first one's C++ asks all of them.
+    chain: Chain = ((recent, front), *getattr(cold, "chain", ()))
+    for one, _ in chain:
+        one.fronts.append((scope, chain))
+        one.bound = False
     call: Any = functools.wraps(cold)(scope[op.name])
-    call.is_warm = True
+    call.is_warm, call.chain = True, chain
     return call
 
 

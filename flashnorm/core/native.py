@@ -94,11 +94,8 @@ class Front:
     tails: Mapping[str, Sequence[str]]
     eager: bool
 
-    def call(self, recent: dict[int, Any]) -> Callable[..., Any] | None:
-        """Takes every parameter by position; returns what the call does, or `MISS`. None: there is no such thing."""
-        module = load()
-        if module is None:
-            return None
+    def call(self, module: Any, recent: dict[int, Any], after: Callable[..., Any] | None) -> Callable[..., Any]:
+        """Takes every parameter by position; returns what the call does, else what `after` says, else `MISS`."""
         op, at = self.op, self._at
         scalars = []
         for name in op.scalars:
@@ -116,6 +113,7 @@ class Front:
             tuple(map(at, self.state)),
             tuple(map(op.index, op.returns)) if self.eager else (),
             tuple(map(op.index, self.asked)),
+            after,
         )
         return called
 
@@ -152,6 +150,15 @@ class Front:
             if self._at(like) >= 0:
                 return torch.empty_like, (like,)
         return None, ()
+
+
+def call(chain: Sequence[tuple[dict[int, Any], Front]]) -> Callable[..., Any] | None:
+    """One function for all that stand in front of a public one, asked in this order. None: there is no such thing."""
+    module = load()
+    asked: Callable[..., Any] | None = None
+    for recent, front in reversed(chain) if module is not None else ():
+        asked = front.call(module, recent, asked)
+    return asked
 
 
 def _tail(dtype: torch.dtype | None, x: torch.Tensor, *sizes: int) -> torch.Tensor:

@@ -9,36 +9,42 @@ namespace {
 
 PyObject* warm_call(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
   const auto* self = reinterpret_cast<Warm*>(object);
-  if (names || PyVectorcall_NARGS(flags) != self->count) return miss();
+  const auto pass_on = [&] {
+    PyObject* missed = miss();
+    if (!missed || !self->next) return missed;
+    Py_DECREF(missed);
+    return PyObject_Vectorcall(self->next, args, flags, names);
+  };
+  if (names || PyVectorcall_NARGS(flags) != self->count) return pass_on();
   for (const int i : *self->none) {
-    if (args[i] != Py_None) return miss();
+    if (args[i] != Py_None) return pass_on();
   }
   for (const auto& [i, value] : *self->only) {
-    if (!same(args[i], value)) return miss();
+    if (!same(args[i], value)) return pass_on();
   }
   PyObject* pdl = args[self->pdl];
-  if (pdl != Py_None && !PyBool_Check(pdl)) return miss();
+  if (pdl != Py_None && !PyBool_Check(pdl)) return pass_on();
   PyObject* x = args[self->slots->front().param];
-  if (!is_tensor(x) || !is_ordinary(impl_of(x)) || (self->eager && watched())) return miss();
+  if (!is_tensor(x) || !is_ordinary(impl_of(x)) || (self->eager && watched())) return pass_on();
 
   Call call{self, args};
-  if (c10::GradMode::is_enabled() && call.follows()) return miss();
+  if (c10::GradMode::is_enabled() && call.follows()) return pass_on();
   PyObject* elements = PyLong_FromLongLong(impl_of(x)->numel());
   PyObject* entries = elements ? PyDict_GetItemWithError(self->recent, elements) : nullptr;
   Py_XDECREF(elements);
-  if (!entries || !PyTuple_CheckExact(entries)) return miss();
-  if (!call.gather()) return miss();
+  if (!entries || !PyTuple_CheckExact(entries)) return pass_on();
+  if (!call.gather()) return pass_on();
   // The table may be emptied while the kernel runs.
   call.hold(Py_NewRef(entries));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(entries); ++i) {
     PyObject* entry = PyTuple_GET_ITEM(entries, i);
     if (!PyTuple_CheckExact(entry) || !call.fits(entry)) continue;
-    if (!call.make()) return miss();
+    if (!call.make()) return pass_on();
     const int launched = call.launch(PyTuple_GET_ITEM(entry, PyTuple_GET_SIZE(entry) - 1));
     if (launched < 0) return nullptr;
     if (launched) return call.result();
   }
-  return miss();
+  return pass_on();
 }
 
 // ------------------------------------------------------------------ from the tuples that Python describes it with
@@ -53,15 +59,16 @@ bool integers(PyObject* tuple, Parameters& to) {
 
 int warm_init(PyObject* object, PyObject* args, PyObject*) {
   auto* self = reinterpret_cast<Warm*>(object);
-  PyObject *recent, *slots, *scalars, *none, *only, *state, *returns, *flagged;
+  PyObject *recent, *slots, *scalars, *none, *only, *state, *returns, *flagged, *next;
   int eager = 0;
-  if (self->slots || !PyArg_ParseTuple(args, "O!ipiO!O!O!O!O!O!O!", &PyDict_Type, &recent, &self->count, &eager, &self->pdl,
+  if (self->slots || !PyArg_ParseTuple(args, "O!ipiO!O!O!O!O!O!O!O", &PyDict_Type, &recent, &self->count, &eager, &self->pdl,
                         &PyTuple_Type, &slots, &PyTuple_Type, &scalars, &PyTuple_Type, &none, &PyTuple_Type, &only,
-                        &PyTuple_Type, &state, &PyTuple_Type, &returns, &PyTuple_Type, &flagged)) {
+                        &PyTuple_Type, &state, &PyTuple_Type, &returns, &PyTuple_Type, &flagged, &next)) {
     return -1;
   }
   self->recent = Py_NewRef(recent);
   self->eager = eager != 0;
+  self->next = maybe(next);
   self->slots = new std::vector<Slot>;
   self->scalars = new std::vector<Scalar>;
   self->only = new std::vector<std::pair<int, PyObject*>>;

@@ -37,6 +37,7 @@ struct Warm {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   PyObject* recent;
+  PyObject* next;  // is asked where this one misses; null: nobody
   int count;
   bool eager;
   int pdl;
