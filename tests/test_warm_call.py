@@ -215,3 +215,73 @@ def test_it_launches_on_the_current_stream(call):
             assert not missed(late, weight, 1e-6, out)
         stream.synchronize()
         assert torch.equal(out, want)
+
+
+DIT = {
+    "fused_dit_gate_residual_layernorm_gamma_beta": ("residual", "gate", "gamma", "beta"),
+    "fused_dit_gate_residual_layernorm_scale_shift": ("residual", "gate", "scale", "shift"),
+    "fused_dit_residual_layernorm_scale_shift": ("residual", "scale", "shift"),
+}
+
+
+def dit(form, batches, rows, hidden, vectors, device, seed):
+    """Arguments of a call with every output given; vectors of each shape that they may have."""
+    torch.manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape).bfloat16().to(device)  # noqa: E731
+    shapes = {"one": (hidden,), "batch": (batches, hidden), "batch rows": (batches, 1, hidden), "temb": None}
+    temb = normal(batches, rows, 6 * hidden).chunk(6, dim=2)
+    made = {name: normal(batches, rows, hidden) for name in ("input", "residual", "residual_out", "norm_out")}
+    for i, name in enumerate(("gate", "scale", "shift")):
+        made[name] = normal(*shapes[vectors]) if shapes[vectors] else temb[i]
+    made |= {"gamma": normal(hidden), "beta": normal(hidden)}
+    if form:
+        per, block = (8, 16) if form == "nvfp4" else (4, 32)
+        columns = -(-hidden // (4 * block))
+        made["norm_out"] = torch.zeros(batches, rows, hidden // per, dtype=torch.int32, device=device)
+        made["sf_out"] = torch.full((batches, -(-rows // 128), columns, 32, 4, 4), 7, dtype=torch.uint8, device=device)
+        made[f"use_{form}"] = True
+        made |= {"global_scaling_factor": 3.0} if form == "nvfp4" else {}
+    return made
+
+
+@pytest.mark.parametrize("vectors", ["one", "batch", "batch rows", "temb"])
+@pytest.mark.parametrize(("batches", "rows"), [(1, 5), (2, 128), (2, 5)])
+@pytest.mark.parametrize("form", ["", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("op", DIT)
+def test_codes_of_a_block_are_warm_through_their_views(op, form, batches, rows, vectors, device):
+    """The kernel takes views of codes, scales and vectors; a warm call looks at what it was given: the same bits."""
+    function = getattr(flashnorm, op)
+    outs = ("residual_out", "norm_out", *(("sf_out",) if form else ()))
+
+    def run(seed, scales):
+        call = dit(form, batches, rows, 64, vectors, device, seed)
+        names = ("input", *DIT[op], *outs, f"use_{form}", "global_scaling_factor")
+        given = {name: call[name] for name in names if name in call}
+        returned = function(**given, **({"return_scales": scales} if form else {}))
+        wanted = outs if scales or not form else outs[:2]
+        assert len(returned) == len(wanted) and all(t is call[n] for t, n in zip(returned, wanted, strict=True))
+        return [call[name].clone() for name in outs]
+
+    cold = []
+    for seed in range(3):
+        for one in ALL.values():
+            one.forget()
+        cold.append(run(seed, seed % 2 == 0))
+    run(0, False), run(1, True)
+    assert planned(lambda: [run(seed, seed % 2 == 0) for seed in range(3)]) == 0
+    for seed, want in enumerate(cold):
+        assert all(torch.equal(a, b) for a, b in zip(run(seed, seed % 2 == 1), want, strict=True))
+
+
+def test_codes_that_overlap_are_refused_warm(device):
+    call = dit("nvfp4", 1, 5, 64, "one", device, 0)
+    names = ("input", "scale", "shift", "residual_out", "norm_out", "sf_out", "use_nvfp4", "global_scaling_factor")
+    given = {name: call[name] for name in names}
+    for _ in range(2):
+        flashnorm.fused_dit_residual_layernorm_scale_shift(**given)
+    given["norm_out"] = call["residual_out"].view(torch.int32)[..., :8].contiguous()
+    flashnorm.fused_dit_residual_layernorm_scale_shift(**given)
+    memory = call["residual_out"].view(-1).view(torch.int32)[:40].view(1, 5, 8)
+    for bad in ({"norm_out": memory}, {"global_scaling_factor": None}, {"use_nvfp4": 1}, {"sf_out": call["scale"]}):
+        with pytest.raises((ValueError, TypeError)):
+            flashnorm.fused_dit_residual_layernorm_scale_shift(**{**given, **bad})

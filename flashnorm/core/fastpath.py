@@ -168,10 +168,9 @@ def warm(
     given = {p.name for p in parameters}
     state = (*(name for name in op.options if name in given), *seen, *flags)
     local = {o.name: names.get(o.name, o.name) for o in op.operands}
-    called = [p.name for p in parameters]
+    more: dict[str, Any] = {"flags": flags, "unless": unless, "seen": seen, "only": only, "tails": tails}
+    in_cpp = front(op, cold, names=names, eager=eager, **more)
     spread = {name: scalar for name, (scalar, _) in op.by_value.items() if scalar not in given}
-    more = (unless, only or {}, tails or {}, eager)
-    front = native.Front(op, called, dict(local), names, spread, state, asked, *more)
     allocate = [f"{name}_tensor, {scalar} = {_spread(op, name, local[name])}" for name, scalar in spread.items()]
     numbers = (s for s in op.scalars if s not in given and s not in spread.values())
     allocate += [f"{s} = {names[s]}" for s in numbers]
@@ -204,7 +203,7 @@ def warm(
         name=op.name,
         signature=_signature(parameters),
         positional=_positional(parameters),
-        in_cpp=(TRACED if eager else "") + IN_CPP.format(parameters=", ".join(called)),
+        in_cpp=(TRACED if eager else "") + IN_CPP.format(parameters=", ".join(in_cpp.parameters)),
         eager=EAGER.format(unless=_elsewhere(unless, only or {})) if eager else "",
         allocate="; ".join(allocate) or "pass",
         x=x,
@@ -249,13 +248,45 @@ def warm(
     }
     exec(compile(text, f"<flashnorm {op.name}>", "exec"), scope)  # our own text
     # A public function with a warm call for each of its operators: the first one's C++ asks all of them.
-    chain: Chain = ((recent, front), *getattr(cold, "chain", ()))
+    chain: Chain = ((recent, in_cpp), *getattr(cold, "chain", ()))
     for one, _ in chain:
         one.fronts.append((scope, chain))
         one.bound = False
     call: Any = functools.wraps(cold)(scope[op.name])
     call.is_warm, call.chain = True, chain
     return call
+
+
+def front(
+    op: Op,
+    cold: Callable[..., Any],
+    *,
+    names: Mapping[str, str],
+    flags: Mapping[str, str] | None = None,
+    unless: Sequence[str] = (),
+    seen: Sequence[str] = (),
+    only: Mapping[str, Any] | None = None,
+    tails: Mapping[str, Sequence[str]] | None = None,
+    returns: Sequence[str] | None = None,
+    eager: bool,
+) -> native.Front:
+    """The same for the warm call in C++; arguments as in `warm`, and what is returned in place of `op.returns`."""
+    given = tuple(inspect.signature(cold).parameters)
+    flags = flags or {}
+    return native.Front(
+        op=op,
+        parameters=given,
+        local={o.name: names.get(o.name, o.name) for o in op.operands},
+        names=names,
+        numbers={name: scalar for name, (scalar, _) in op.by_value.items() if scalar not in given},
+        state=(*(name for name in op.options if name in given), *seen, *flags),
+        asked={operand: flag for flag, operand in flags.items()},
+        unless=unless,
+        only=only or {},
+        tails=tails or {},
+        returns=(op.returns if returns is None else returns) if eager else (),
+        eager=eager,
+    )
 
 
 def _named(cold: Callable[..., Any], parameters: Any) -> Callable[..., Any]:

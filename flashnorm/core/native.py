@@ -60,6 +60,13 @@ def load() -> Any:
     return module
 
 
+def looks_through() -> bool:
+    """Whether warm calls may look at other tensors than their kernel takes, over the same memory: in C++ they do."""
+    from flashnorm.backends.guard import load as guards
+
+    return not torch.compiler.is_compiling() and load() is not None and guards() is not None
+
+
 def launch(guard: Callable[..., bool], on_device: Callable[..., bool], device: torch.device) -> Callable[..., bool]:
     """A guarded launch that the extension calls without Python; `on_device` makes its device current first."""
     module, handle = load(), getattr(guard, "__chandle__", None)
@@ -92,6 +99,7 @@ class Front:
     unless: Sequence[str]
     only: Mapping[str, Any]
     tails: Mapping[str, Sequence[str]]
+    returns: Sequence[str]
     eager: bool
 
     def call(self, module: Any, recent: dict[int, Any], after: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -111,7 +119,7 @@ class Front:
             tuple(map(at, self.unless)),
             tuple((at(name), value) for name, value in self.only.items()),
             tuple(map(at, self.state)),
-            tuple(map(op.index, op.returns)) if self.eager else (),
+            tuple(map(op.index, self.returns)),
             tuple(map(op.index, self.asked)),
             after,
         )
