@@ -34,7 +34,7 @@ from .bars import Shape
 from .peers import BENCHES, TABLE
 from .report import progress
 from .roofline import plot
-from .run import Run
+from .run import HOST_SHAPE, Run
 
 CPU_TABLE: tuple[Shape, ...] = (
     (1, 4096), (8, 4096), (64, 4096), (512, 4096), (1024, 8192), (4096, 4096), (128, 65536), (32768, 128),
@@ -85,7 +85,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--png", help="where the roofline picture goes")
     host = parser.add_mutually_exclusive_group()
     host.add_argument("--no-host", action="store_true", help="leave the host cost out")
-    host.add_argument("--host-only", action="store_true", help="the host cost alone, of our routes and bare launches")
+    host.add_argument(
+        "--host-only", action="store_true", help="the host cost alone, at the first of --shapes or 1x4096"
+    )
     parser.add_argument("--check", action="store_true", help="hold the figures to the bars; exit 1 on a miss")
     parser.add_argument("--trace", action="store_true", help="print the traceback of every failure")
     args = parser.parse_args(argv)
@@ -93,6 +95,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.routes is None:
         args.routes = ("cute", "cuda") if args.device == "cuda" else ("cpu",)
+    args.host_shape = args.shapes[0] if args.host_only and args.shapes else HOST_SHAPE
     if args.shapes is None:
         args.shapes = () if args.device == "cuda" else CPU_TABLE
     known = field.known_peers()

@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,17 @@ def _toolchain() -> dict[str, Any]:
     return {"host": cxx.identity, "flags": FLAGS} if cxx else {}
 
 
-def headers() -> tuple[Path, ...] | Missing:
-    """Folders of the headers of Python and PyTorch."""
-    found = (Path(sysconfig.get_paths()["include"]), Path(torch.__file__).resolve().parent / "include")
-    for header, where in zip(("Python.h", "c10/core/TensorImpl.h"), found, strict=True):
+@dataclass(frozen=True)
+class Headers:
+    """Folders of the headers that the extension needs beside TVM-FFI's: Python's, and PyTorch's."""
+
+    path: Path
+    torch: Path
+
+
+def headers() -> Headers | Missing:
+    found = Headers(Path(sysconfig.get_paths()["include"]), Path(torch.__file__).resolve().parent / "include")
+    for header, where in (("Python.h", found.path), ("c10/core/TensorImpl.h", found.torch)):
         if not (where / header).is_file():
             return Missing(f"{where} has no {header}")
     return found
@@ -54,7 +62,7 @@ def spec() -> ArtifactSpec:
             if isinstance(part, Missing):
                 raise BuildError(f"the warm call cannot be built: {part}")
         assert cxx and ffi and not isinstance(found, Missing)
-        includes = [f"-isystem{path}" for path in (*found, *ffi.include_dirs)]
+        includes = [f"-isystem{path}" for path in (found.path, found.torch, *ffi.include_dirs)]
         command = (*cxx.command, *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *includes)
         libraries = [f"-L{ffi.lib_dir}", "-ltvm_ffi", f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
         if sys.platform == "darwin":
