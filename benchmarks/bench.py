@@ -3,6 +3,7 @@
     python -m benchmarks.bench --routes cute,cuda --peers all --json bench.json --png bench.png --budget 280 --check
 
     python -m benchmarks.bench --ops rmsnorm_quant,layernorm --shapes 1x4096,16384x7168     # a part of it
+    python -m benchmarks.bench --host-only --peers none --check                             # what warm calls cost
 
 Without a GPU the same loop measures the cpu route against PyTorch, eager and compiled, with `--threads`
 threads. `measure.py` says how time is taken, `report.py` what the JSON holds, `bars.py` which bars `--check` holds
@@ -33,7 +34,7 @@ from .bars import Shape
 from .peers import BENCHES, TABLE
 from .report import progress
 from .roofline import plot
-from .run import Run
+from .run import HOST_SHAPE, Run
 
 CPU_TABLE: tuple[Shape, ...] = (
     (1, 4096), (8, 4096), (64, 4096), (512, 4096), (1024, 8192), (4096, 4096), (128, 65536), (32768, 128),
@@ -82,7 +83,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", help="where the report goes")
     parser.add_argument("--commit", default="", help="what the report names, where there is no git")
     parser.add_argument("--png", help="where the roofline picture goes")
-    parser.add_argument("--no-host", action="store_true", help="leave the host cost out")
+    host = parser.add_mutually_exclusive_group()
+    host.add_argument("--no-host", action="store_true", help="leave the host cost out")
+    host.add_argument(
+        "--host-only", action="store_true", help="the host cost alone, at the first of --shapes or 1x4096"
+    )
     parser.add_argument("--check", action="store_true", help="hold the figures to the bars; exit 1 on a miss")
     parser.add_argument("--trace", action="store_true", help="print the traceback of every failure")
     args = parser.parse_args(argv)
@@ -90,6 +95,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.routes is None:
         args.routes = ("cute", "cuda") if args.device == "cuda" else ("cpu",)
+    args.host_shape = args.shapes[0] if args.host_only and args.shapes else HOST_SHAPE
     if args.shapes is None:
         args.shapes = () if args.device == "cuda" else CPU_TABLE
     known = field.known_peers()
@@ -117,14 +123,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress(f"flashnorm {flashnorm.__version__} on {machine}, {args.dtype}, budget {args.budget:.0f} s")
     if args.device == "cpu" and (run.report["machine"]["load_average"] or 0) > 1:
         progress("this machine is busy: CPU figures will say more about that than about any kernel")
-    work = run.work()
+    work = run.host_work() if args.host_only else run.work()
     with torch.no_grad():
         run.prepare(work)
         if not args.no_host:
             for name in args.ops:
                 with run.clock("host"):
                     run.host(BENCHES[name])
-        for bench, shape in work:
+        for bench, shape in () if args.host_only else work:
             run.measure(bench, shape)
     ok = True
     if args.check:

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from flashnorm.core import native
+
 from . import report as reporting
 from .bars import BARE, Shape
 from .entry import Bench, Buffers, Contender
@@ -68,6 +70,11 @@ class Run:
         wanted = {bench.name: self.args.shapes or bench.shapes for bench in benches}
         shapes = dict.fromkeys(shape for mine in wanted.values() for shape in mine)
         return [(bench, shape) for shape in shapes for bench in benches if shape in wanted[bench.name]]
+
+    def host_work(self) -> list[tuple[Bench, Shape]]:
+        """What the host cost alone needs: one small shape of each."""
+        self.say(f"warm calls are looked at in {'C++' if native.load() is not None else 'Python'}")
+        return [(BENCHES[name], self.args.host_shape) for name in self.args.ops]
 
     def elapsed(self) -> float:
         return time.monotonic() - self.started
@@ -252,7 +259,7 @@ class Run:
 
     # ------------------------------------------------------------------ host cost
     def host(self, bench: Bench) -> None:
-        buffers = bench.make_sets(1, *HOST_SHAPE, self.dtype, self.device)[0]
+        buffers = bench.make_sets(1, *self.args.host_shape, self.dtype, self.device)[0]
         entrants = bench.contenders(self.args.routes, self.args.peers, self.device.type)
         entrants = [c for c in entrants if c.kind != "ceiling"]
         for c in [c for c in entrants if c.kind == "ours" and c.name != "flashnorm torch"]:

@@ -12,7 +12,7 @@ import torch
 from flashnorm import recipe
 from flashnorm.config import settings
 from flashnorm.core import device as devices
-from flashnorm.core import plan
+from flashnorm.core import native, plan
 from flashnorm.core.commands import operators, plain_variant
 from flashnorm.core.op import NUMERICS
 from flashnorm.jit import ArtifactSpec
@@ -108,6 +108,7 @@ def preload(source: str | PathLike[str]) -> int:
         from flashnorm.backends import guard
 
         guard.load()
+        native.load()
     return len(calls)
 
 

@@ -20,6 +20,7 @@ from rich.table import Table
 import flashnorm
 from flashnorm import api
 from flashnorm.backends import artifact
+from flashnorm.backends.warm import headers
 from flashnorm.config import settings
 from flashnorm.core import device as devices
 from flashnorm.core import dispatch, plan
@@ -88,6 +89,7 @@ def _tools() -> dict[str, Any]:
         "TVM FFI": toolchain.find_tvm_ffi(),
         "nvcc": toolchain.find_nvcc(),
         "host compiler": toolchain.find_host_compiler(),
+        "headers": headers(),
         "ninja": toolchain.find_ninja(),
         "processor": toolchain.detect_cpu(),
     }

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flashnorm import backends, recipe
-from flashnorm.backends import guard
+from flashnorm.backends import guard, warm
 from flashnorm.config import settings
 from flashnorm.core import commands
 from flashnorm.core.op import NUMERICS
@@ -33,7 +33,8 @@ from flashnorm.jit.entry import check_entry, portable_name
 from flashnorm.recipe import Kernel
 
 GPU_ROUTES = ("cute", "cuda")
-GUARD = "guard"  # of warm calls: belongs to no kernel
+# Of warm calls; they belong to no kernel.
+CALLS = {"guard": guard.spec, "warm": warm.spec}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,19 +134,25 @@ def _words(flag: str, text: str, known: Any) -> list[str]:
 
 
 # ------------------------------------------------------------------ building it
-def _spec(kernel: Kernel | None) -> ArtifactSpec:
-    return guard.spec() if kernel is None else backends.artifact(kernel.route, kernel.variant, kernel.arch)
+def calls() -> list[str]:
+    """The parts of warm calls that can be made here."""
+    return [name for name in CALLS if name != "warm" or warm.headers()]
 
 
-def _result(kernel: Kernel | None, name: str, state: str, seconds: float = 0.0, **more: Any) -> dict[str, Any]:
-    where = {"route": GUARD, "arch": "host"} if kernel is None else {"route": kernel.route, "arch": kernel.arch}
+def _spec(kernel: Kernel | str) -> ArtifactSpec:
+    return CALLS[kernel]() if isinstance(kernel, str) else backends.artifact(kernel.route, kernel.variant, kernel.arch)
+
+
+def _result(kernel: Kernel | str, name: str, state: str, seconds: float = 0.0, **more: Any) -> dict[str, Any]:
+    route, arch = (kernel, "host") if isinstance(kernel, str) else (kernel.route, kernel.arch)
+    where = {"route": route, "arch": arch}
     return {"name": name, **where, "state": state, "seconds": round(seconds, 2), "path": None, "error": None, **more}
 
 
-def build_one(kernel: Kernel | None, out: Path) -> dict[str, Any]:
-    """Puts one kernel (None: the guard of warm calls) into the folder; runs in a process of its own."""
+def build_one(kernel: Kernel | str, out: Path) -> dict[str, Any]:
+    """Puts one kernel (or a part of warm calls, by its name) into the folder; runs in a process of its own."""
     began = time.perf_counter()
-    name = GUARD
+    name = str(kernel)
     try:
         spec = _spec(kernel)
         name = spec.name
@@ -162,11 +169,11 @@ def build_one(kernel: Kernel | None, out: Path) -> dict[str, Any]:
 def build_all(kernels: list[Kernel], out: Path, jobs: int, *, quiet: bool) -> list[dict[str, Any]]:
     """A result for each distinct artefact."""
     # nvcc takes ten times as long as the DSL: begin with its kernels.
-    asked: list[Kernel | None] = [*sorted(kernels, key=lambda kernel: kernel.route == "cute")]
+    asked: list[Kernel | str] = [*sorted(kernels, key=lambda kernel: kernel.route == "cute")]
     if any(kernel.arch == "host" for kernel in kernels) or toolchain.find_host_compiler(settings):
-        asked.append(None)
+        asked += calls()
     results: dict[str, dict[str, Any]] = {}
-    todo: dict[str, Kernel | None] = {}
+    todo: dict[str, Kernel | str] = {}
     for kernel in asked:
         try:
             spec = _spec(kernel)

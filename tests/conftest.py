@@ -178,12 +178,14 @@ def _seeded() -> Iterator[None]:
     assert torch.get_default_dtype() == default
 
 
-@pytest.fixture(params=["C++", "Python"])
+@pytest.fixture(params=["C++", "text", "Python"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Both guards of warm calls, each from cold."""
-    from flashnorm.core import guard
+    """Warm calls, each from cold: all in C++, from the generated text, and with the guard in Python as well."""
+    from flashnorm.core import guard, native
     from flashnorm.core.op import ALL
 
+    if request.param != "C++":
+        monkeypatch.setattr(native, "load", lambda: None)
     if request.param == "Python":
         monkeypatch.setattr(guard, "_in_cpp", lambda *_: None)
     for op in ALL.values():

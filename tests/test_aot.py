@@ -15,12 +15,13 @@ import flashnorm
 from benchmarks.container_view import look
 from flashnorm import backends
 from flashnorm.__main__ import main
-from flashnorm.backends import guard
+from flashnorm.backends import guard, warm
 from flashnorm.core import dispatch
 from flashnorm.core.device import DeviceFacts
 from flashnorm.jit import folders
 from flashnorm.jit.entry import portable_name, read_meta
 from flashnorm.jit.store import Store
+from flashnorm.precompile import calls
 from tests.aotkit import HAVE, cache_fixture, needs_cxx, needs_dsl, needs_nvcc, precompile, variant  # noqa: F401
 from tests.storekit import flip
 
@@ -48,7 +49,7 @@ def host_folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("host") / "aot"
     code, summary, error = precompile("--arch", "host", *GRID, "--out", str(out))
     assert code == 0, error
-    assert sorted(a["route"] for a in summary["artifacts"]) == ["cpu", "guard"]
+    assert sorted(a["route"] for a in summary["artifacts"]) == ["cpu", *calls()]
     return out
 
 
@@ -77,7 +78,7 @@ def test_nothing_else_is_in_the_folder_and_a_second_run_keeps_it(gpu_folder):
     out, (_, summary, _) = gpu_folder
     assert sorted(p.name for p in out.iterdir()) == sorted(Path(a["path"]).name for a in summary["artifacts"])
     arch = ARCHS[0]
-    routes = ",".join(sorted({a["route"] for a in summary["artifacts"]} - {"guard"}))
+    routes = ",".join(sorted({a["route"] for a in summary["artifacts"]} - set(calls())))
     code, again, _ = precompile("--arch", arch, *GRID, "--routes", routes, "--out", str(out))
     assert code == 0 and {a["state"] for a in again["artifacts"]} == {"kept"}
 
@@ -115,20 +116,20 @@ def test_the_key_does_not_depend_on_what_is_missing(gpu_folder, cache):
     import json
     import torch
     from flashnorm import backends
-    from flashnorm.backends import guard
+    from flashnorm.backends import guard, warm
     from flashnorm.core import commands
     from flashnorm.core.tools import tools
     v = commands.plain_variant(commands.operators()["rmsnorm"], torch.bfloat16, 4096, {"numerics": "flashinfer"})
     specs = [backends.artifact("cute", v, "sm_90a"), backends.artifact("cuda", v, "sm_90a"),
-             backends.artifact("cpu", v, "host"), guard.spec()]
+             backends.artifact("cpu", v, "host"), guard.spec(), warm.spec()]
     missing = [tools().dsl, tools().nvcc, tools().cxx]
     digests, tools = [s.portable_digest for s in specs], [s.made_by for s in specs]
     print(json.dumps(dict(digests=digests, tools=tools, missing=missing)))
     """
     seen = look(text, gpu_folder[0], cache)
-    assert seen["tools"] == [{}] * 4 and all(seen["missing"])
+    assert seen["tools"] == [{}] * 5 and all(seen["missing"])
     here = [backends.artifact(r, variant(), t) for r, t in (("cute", "sm_90a"), ("cuda", "sm_90a"), ("cpu", "host"))]
-    assert seen["digests"] == [spec.portable_digest for spec in (*here, guard.spec())]
+    assert seen["digests"] == [spec.portable_digest for spec in (*here, guard.spec(), warm.spec())]
 
 
 DECIDE = """

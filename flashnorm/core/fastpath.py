@@ -5,7 +5,8 @@ generated one with the same signature, which finds the guarded launches for this
 what a guard compares (`core.guard`) needs no second look, and what no guard knows is tested beside it: classes,
 the value of eps, and whether torch must see the call (modes, functorch, a profiler, a gradient that would be
 lost). Anything unusual, an exception included, goes to the function behind, which knows what to say. The text is
-generated, because a loop over operands in place of this straight line costs as much as the launch itself.
+generated, because a loop over operands in place of this straight line costs as much as the launch itself. Where a
+compiler is, C++ does all of that (`core.native`): the text hands it the arguments, and stands in where there is none.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flashnorm.core import native
 from flashnorm.core.checks import FLT_MAX, least, split
 from flashnorm.core.dispatch import forced_here
 from flashnorm.program import TAILED
@@ -33,8 +35,32 @@ MAX_CHAIN = 8  # guarded launches for one size
 # a flat tuple: what it was made under (options as given, further parameters, whether optional outputs were asked for,
 # the forced route), the scalars as they were then, so that the same objects need no second look, and the launch.
 Entry = tuple[Any, ...]
-Recent = dict[int, tuple[Entry, ...]]
 ABSENT = object()
+Chain = tuple[tuple["Recent", native.Front], ...]
+
+
+class Recent(dict[int, tuple[Entry, ...]]):
+    """The guarded launches of an operator, and the functions that look for them here, each with all its operators'.
+
+    The first entry gives these functions their C++: a program that never calls an operator pays nothing for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fronts: list[tuple[dict[str, Any], Chain]] = []
+        self.bound = False
+
+    def bind(self) -> None:
+        self.bound = True
+        for scope, chain in self.fronts:
+            scope["native"] = native.call(chain)
+
+    def forget(self) -> None:
+        self.clear()
+        self.bound = False
+        for scope, _ in self.fronts:
+            scope["native"] = None
+
 
 # Who must see a call through torch's dispatcher. The cold path asks for functorch too; the warm one need not, since
 # tensors under its transforms cannot be handed to a kernel.
@@ -57,13 +83,22 @@ ASKED: dict[str, Any] = {
 }
 watched: Callable[[], Any] = eval(f"lambda: {' or '.join((*WATCHERS, 'functorch() is not None'))}", ASKED)
 
+IN_CPP = """\
+    if native is not None:
+        made = native({parameters})
+        return cold({{forward}}) if made is MISS else made
+"""
+TRACED = """\
+    if is_compiling():
+        return cold({forward})
+"""
 EAGER = f"""\
     if {" or ".join(WATCHERS)}{{unless}}:
         return cold({{{{forward}}}})
 """
 TEMPLATE = """\
 def {name}{signature}:
-{positional}{eager}
+{positional}{in_cpp}{eager}
     try:
         if not {plain_x} or grad_enabled() and ({requires_grad}):
             return cold({forward})
@@ -133,6 +168,8 @@ def warm(
     given = {p.name for p in parameters}
     state = (*(name for name in op.options if name in given), *seen, *flags)
     local = {o.name: names.get(o.name, o.name) for o in op.operands}
+    more: dict[str, Any] = {"flags": flags, "unless": unless, "seen": seen, "only": only, "tails": tails}
+    in_cpp = front(op, cold, names=names, eager=eager, **more)
     spread = {name: scalar for name, (scalar, _) in op.by_value.items() if scalar not in given}
     allocate = [f"{name}_tensor, {scalar} = {_spread(op, name, local[name])}" for name, scalar in spread.items()]
     numbers = (s for s in op.scalars if s not in given and s not in spread.values())
@@ -166,6 +203,7 @@ def warm(
         name=op.name,
         signature=_signature(parameters),
         positional=_positional(parameters),
+        in_cpp=(TRACED if eager else "") + IN_CPP.format(parameters=", ".join(in_cpp.parameters)),
         eager=EAGER.format(unless=_elsewhere(unless, only or {})) if eager else "",
         allocate="; ".join(allocate) or "pass",
         x=x,
@@ -199,6 +237,8 @@ def warm(
         "Tensor": torch.Tensor,
         "Parameter": torch.nn.Parameter,
         "memoryless": memoryless,
+        "native": None,
+        "MISS": native.MISS,
         "ABSENT": ABSENT,
         "split": functools.partial(split, op),
         "recent": recent,
@@ -207,9 +247,46 @@ def warm(
         "dtypes": {local[o.name]: getattr(torch, o.dtypes[0]) for o in op.operands if o.name in (tails or ())},
     }
     exec(compile(text, f"<flashnorm {op.name}>", "exec"), scope)  # our own text
+    # A public function with a warm call for each of its operators: the first one's C++ asks all of them.
+    chain: Chain = ((recent, in_cpp), *getattr(cold, "chain", ()))
+    for one, _ in chain:
+        one.fronts.append((scope, chain))
+        one.bound = False
     call: Any = functools.wraps(cold)(scope[op.name])
-    call.is_warm = True
+    call.is_warm, call.chain = True, chain
     return call
+
+
+def front(
+    op: Op,
+    cold: Callable[..., Any],
+    *,
+    names: Mapping[str, str],
+    flags: Mapping[str, str] | None = None,
+    unless: Sequence[str] = (),
+    seen: Sequence[str] = (),
+    only: Mapping[str, Any] | None = None,
+    tails: Mapping[str, Sequence[str]] | None = None,
+    returns: Sequence[str] | None = None,
+    eager: bool,
+) -> native.Front:
+    """The same for the warm call in C++; arguments as in `warm`, and what is returned in place of `op.returns`."""
+    given = tuple(inspect.signature(cold).parameters)
+    flags = flags or {}
+    return native.Front(
+        op=op,
+        parameters=given,
+        local={o.name: names.get(o.name, o.name) for o in op.operands},
+        names=names,
+        numbers={name: scalar for name, (scalar, _) in op.by_value.items() if scalar not in given},
+        state=(*(name for name in op.options if name in given), *seen, *flags),
+        asked={operand: flag for flag, operand in flags.items()},
+        unless=unless,
+        only=only or {},
+        tails=tails or {},
+        returns=(op.returns if returns is None else returns) if eager else (),
+        eager=eager,
+    )
 
 
 def _named(cold: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
@@ -296,4 +373,6 @@ def remember(recent: Recent, elements: int, entry: Entry) -> None:
     """Makes a call warm: puts its entry in front of those of as many elements."""
     if len(recent) >= MAX_SIZES:
         recent.clear()
+    if not recent.bound:
+        recent.bind()
     recent[elements] = (entry, *recent.get(elements, ())[: MAX_CHAIN - 1])

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashnorm.core import layout
-from flashnorm.core.operands import WIDE
+from flashnorm.core import layout, native
+from flashnorm.core.operands import WIDE, View
 from flashnorm.core.plan import Plan
 
 if TYPE_CHECKING:
@@ -25,10 +25,16 @@ Tensors = Sequence[torch.Tensor | None]
 Guarded = Callable[..., bool]
 
 
-def guarded(op: Op, made: Plan, tensors: Tensors, scalars: Sequence[float]) -> Guarded:
-    """The guarded launch of a plan, made for these tensors and numbers."""
-    launch = _in_cpp(op, made, tensors, scalars) if made.kernel is not None else None
-    return made.on_device(_in_python(op, made, tensors, scalars) if launch is None else launch)
+def guarded(op: Op, made: Plan, tensors: Tensors, scalars: Sequence[float], given: Tensors | None = None) -> Guarded:
+    """The guarded launch of a plan, made for these tensors and numbers.
+
+    Args:
+        given: what calls come with, where the tensors are views of that from its first byte on.
+    """
+    launch = _in_cpp(op, made, tensors, scalars, given or tensors) if made.kernel is not None else None
+    if launch is None:
+        return made.on_device(_in_python(op, made, tensors, scalars))
+    return native.launch(launch, made.on_device(launch), made.device)
 
 
 def _fixed(made: Plan, scalars: Sequence[float]) -> list[tuple[int, float]]:
@@ -36,7 +42,7 @@ def _fixed(made: Plan, scalars: Sequence[float]) -> list[tuple[int, float]]:
     return [(i, v) for i, v in enumerate(scalars) if i not in made.leading]
 
 
-def _in_cpp(op: Op, made: Plan, tensors: Tensors, scalars: Sequence[float]) -> Guarded | None:
+def _in_cpp(op: Op, made: Plan, tensors: Tensors, scalars: Sequence[float], given: Tensors) -> Guarded | None:
     order = [view.position for view in made.views]
     if order != sorted(order) or any(view.copy for view in made.views):
         return None
@@ -50,9 +56,17 @@ def _in_cpp(op: Op, made: Plan, tensors: Tensors, scalars: Sequence[float]) -> G
     for i, operand in enumerate(op.operands):
         view = by_position.get(i)
         flags.append([operand.written, operand.kind in WIDE, _alias(op, i, tensors)])
-        views.append(None if view is None or view.size is None else [view.size, view.stride, view.raw])
+        views.append(_taken(view, tensors[i], given[i]))
     fixed = [list(pair) for pair in _fixed(made, scalars)]
-    return make(made.kernel, len(op.scalars) + 1, list(made.leading), fixed, flags, views, *tensors)
+    return make(made.kernel, len(op.scalars) + 1, list(made.leading), fixed, flags, views, *given)
+
+
+def _taken(view: View | None, tensor: torch.Tensor | None, given: torch.Tensor | None) -> list[Any] | None:
+    """What the kernel takes of an operand, where that is not what is given: size, strides, bytes, dtype."""
+    if view is None or tensor is None or (view.size is None and tensor is given):
+        return None
+    size, stride = (view.size, view.stride) if view.size is not None else (tuple(tensor.shape), tensor.stride())
+    return [size, stride, view.raw, None if tensor is given else tensor]
 
 
 def _alias(op: Op, i: int, tensors: Tensors) -> int:

@@ -105,8 +105,8 @@ class Op:
         self.encoded = tuple(i for i, o in enumerate(self.operands) if set(o.dtypes) & set(ENCODED))
         self._asked: tuple[str, ...] = ()
         self._derived: frozenset[str] = frozenset()
-        self._warm_calls: fastpath.Recent = {}
-        self._warm_kernels: fastpath.Recent = {}
+        self._warm_calls = fastpath.Recent()
+        self._warm_kernels = fastpath.Recent()
         self.overload = library.define(self, self._serve)
         (BACKWARD if isinstance(full, BackwardProgram) else ALL)[name] = self
         if public:
@@ -186,6 +186,22 @@ class Op:
 
         return decorate
 
+    def also_warm(
+        self,
+        *,
+        unless: Sequence[str] = (),
+        only: Mapping[str, Any] | None = None,
+        returns: Sequence[str],
+    ) -> Callable[[F], F]:
+        """Decorates the public function of another operator, below its `warm`: this one's calls are warm in C++."""
+
+        def decorate(cold: F) -> F:
+            front = fastpath.front(self, cold, names=self.labels, unless=unless, only=only, returns=returns, eager=True)
+            cold.chain = ((self._warm_calls, front), *getattr(cold, "chain", ()))  # type: ignore[attr-defined]
+            return cold
+
+        return decorate
+
     def behind(self, check: Callable[[Op, Mapping[str, Any]], None] | None = None) -> Callable[..., Any]:
         """The call for a public function that has several operators behind it, with a warm call of its own.
 
@@ -203,8 +219,14 @@ class Op:
         cold.__signature__ = _positional(names)  # type: ignore[attr-defined]
         return fastpath.warm(self, self._warm_calls, cold, names={}, eager=True)
 
-    def checked(self, *args: Any, seen: tuple[Any, ...] = ()) -> Any:
-        """The cold call: validates everything, allocates what is missing, then launches or asks the dispatcher."""
+    def checked(self, *args: Any, seen: tuple[Any, ...] = (), given: Mapping[str, Any] | None = None) -> Any:
+        """The cold call: validates everything, allocates what is missing, then launches or asks the dispatcher.
+
+        Args:
+            seen: further parameters that the call was made under; see `warm`.
+            given: operands as the public function was given them, where it made views of them: warm calls look at
+                these.
+        """
         if torch.compiler.is_compiling():
             return self.traced(*args)
         tensors, scalars, options, enable_pdl = self._validate(self._spread(args))
@@ -212,10 +234,11 @@ class Op:
             self._dispatch(tensors, scalars, options, enable_pdl)
         else:
             asked = (tensors[self.index(name)] is not None for name in self._asked)
-            given = zip(self.options, args[len(args) - 1 - len(self.options) : -1], strict=True)
-            chosen = (value for name, value in given if name not in self._derived)
+            options_given = zip(self.options, args[len(args) - 1 - len(self.options) : -1], strict=True)
+            chosen = (value for name, value in options_given if name not in self._derived)
             state = (*chosen, *seen, *asked, dispatch.forced_here())
-            self._execute(tensors, scalars, options, enable_pdl, self._warm_calls, state)
+            came = [(given or {}).get(o.name, t) for o, t in zip(self.operands, tensors, strict=True)]
+            self._execute(tensors, scalars, options, enable_pdl, self._warm_calls, state, came)
         return self._result(tensors)
 
     def accepts(self, *operands: Any) -> bool:
@@ -316,8 +339,9 @@ class Op:
         pdl: bool,
         recent: fastpath.Recent,
         state: tuple[Any, ...],
+        given: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """Launches a validated call, and makes it warm."""
+        """Launches a validated call, and makes it warm: for the tensors, or for those they are views of."""
         checks.check_memory(self, tensors)
         straight = [t if t is None or not t.is_neg() else t.resolve_neg() for t in tensors]
         made = plan.make_plan(self, straight, options)
@@ -332,7 +356,7 @@ class Op:
             if operand.written and tensor is not None and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
         if not watched and all(a is b for a, b in zip(straight, tensors, strict=True)):
-            entry = (*state, *scalars, guard.guarded(self, made, tensors, scalars))
+            entry = (*state, *scalars, guard.guarded(self, made, tensors, scalars, given))
             fastpath.remember(recent, tensors[0].numel(), entry)
 
     @functools.cached_property
@@ -358,8 +382,8 @@ class Op:
 
     def forget(self) -> None:
         """Makes every call cold again (kernels stay loaded)."""
-        self._warm_calls.clear()
-        self._warm_kernels.clear()
+        self._warm_calls.forget()
+        self._warm_kernels.forget()
 
 
 def _positional(names: Sequence[str]) -> inspect.Signature:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from flashnorm import reference
+from flashnorm.core import native
 from flashnorm.core.checks import check_whole_blocks
 from flashnorm.core.op import NUMERICS, Op
 from flashnorm.ops import modulation, programs, scaled
@@ -30,6 +31,7 @@ from flashnorm.program import (
 )
 
 Tensor = torch.Tensor
+F = TypeVar("F", bound=Callable[..., Any])
 Mode = Literal["gamma_beta", "gate_scale_shift", "scale_shift"]
 Format = Literal["", "nvfp4", "mxfp8"]
 CALLED: dict[Mode, str] = {
@@ -119,22 +121,34 @@ def _run(
     form: Format = "nvfp4" if use_nvfp4 else "mxfp8" if use_mxfp8 else ""
     op, call = OPERATORS[mode, form], CALLS[mode, form]
     _check(op, form, given, return_scales)
+    came = dict(given)
     for name in modulation.MODULATION:
         given[name] = modulation.over_rows(given.get(name), given["x"])
     if given["residual"] is None and given["residual_out"] is None:
         given["residual_out"] = torch.empty_like(given["x"], memory_format=torch.contiguous_format)
-    rest, names = (epsilon, numerics, enable_pdl), [operand.name for operand in op.operands]
+    rest = (epsilon, numerics, enable_pdl)
     if not form:
-        made: tuple[Tensor, ...] = call(*(given.get(name) for name in names), *rest)
+        made: tuple[Tensor, ...] = _call(op, call, came, given, rest)
         return made
     if given["scale"] is None and not return_scales and not torch.compiler.is_compiling():
         _say_lost(op.called)
     modulation.allocate_codes(op, form, given)
-    for part in modulation.parts(op, given):
+    parts = modulation.parts(op, given)
+    for part in parts:
         part["out"] = part["out"].view(torch.uint8 if form == "nvfp4" else torch.float8_e4m3fn)
-        call(*(part.get(name) for name in names), *rest)
+        _call(op, call, came if len(parts) == 1 else None, part, rest)
     made = (given["residual_out"], given["out"])
     return (*made, given["scale"]) if return_scales else made
+
+
+def _call(op: Op, call: Callable[..., Any], came: Mapping[str, Any] | None, given: dict[str, Any], rest: Any) -> Any:
+    """One call. Where it is all of the caller's, over the tensors that came, these are what warm calls look at."""
+    args = (*(given.get(operand.name) for operand in op.operands), *rest)
+    if came is not None and native.looks_through():
+        theirs = {o.name: came.get(o.name) for o in op.operands if o.name not in op.by_value}
+        if modulation.start_alike(theirs, given):
+            return op.checked(*args, given=theirs)
+    return call(*args)
 
 
 def _check(op: Op, form: Format, given: Mapping[str, Any], return_scales: bool) -> None:
@@ -163,15 +177,29 @@ def _say_lost(called: str) -> None:
     warnings.warn(f"{called}: the scales of these codes are lost; pass sf_out, or return_scales=True", stacklevel=5)
 
 
-_warm = functools.partial(
-    Op.warm,
-    unless=("sf_out", "global_scaling_factor"),
-    only={"use_nvfp4": False, "use_mxfp8": False, "return_scales": False},
-)
+_PLAIN = {"use_nvfp4": False, "use_mxfp8": False}
+
+
+def _warm(mode: Mode) -> Callable[[F], F]:
+    """Warm calls of a public function: of its plain form, and in C++ of those in codes."""
+
+    def decorate(function: F) -> F:
+        for form in FORMATS[1:]:
+            without = () if form == "nvfp4" else ("global_scaling_factor",)
+            op, chosen = OPERATORS[mode, form], {**_PLAIN, f"use_{form}": True}
+            for scales in (False, True):
+                returns = op.returns if scales else op.returns[:-1]
+                function = op.also_warm(unless=without, only={**chosen, "return_scales": scales}, returns=returns)(
+                    function
+                )
+        plain = {**_PLAIN, "return_scales": False}
+        return OPERATORS[mode, ""].warm(unless=("sf_out", "global_scaling_factor"), only=plain)(function)
+
+    return decorate
 
 
 # ------------------------------------------------------------------ the public functions
-@_warm(OPERATORS["gamma_beta", ""])
+@_warm("gamma_beta")
 def fused_dit_gate_residual_layernorm_gamma_beta(
     input: torch.Tensor,
     residual: torch.Tensor,
@@ -236,7 +264,7 @@ def fused_dit_gate_residual_layernorm_gamma_beta(
     return _run("gamma_beta", given, epsilon, numerics, enable_pdl, **flags)
 
 
-@_warm(OPERATORS["gate_scale_shift", ""])
+@_warm("gate_scale_shift")
 def fused_dit_gate_residual_layernorm_scale_shift(
     input: torch.Tensor,
     residual: torch.Tensor,
@@ -286,7 +314,7 @@ def fused_dit_gate_residual_layernorm_scale_shift(
     return _run("gate_scale_shift", given, epsilon, numerics, enable_pdl, **flags)
 
 
-@_warm(OPERATORS["scale_shift", ""])
+@_warm("scale_shift")
 def fused_dit_residual_layernorm_scale_shift(
     input: torch.Tensor,
     scale: torch.Tensor,

@@ -99,8 +99,15 @@ _ROWS, _SWIZZLED, _ADD_ROWS, _ADD_SWIZZLED, _ADD_BOTH = (
 )
 
 
+_PLACED: dict[Layout, dict[str, bool]] = {
+    placed: {"is_sf_swizzled_layout": placed == "swizzled", "output_both_sf_layouts": placed == "both"}
+    for placed in ("rows", "swizzled", "both")
+}
+
+
 # ------------------------------------------------------------------ the public functions
 @FP4QUANT.warm(only={"is_sf_swizzled_layout": False})
+@FP4QUANT_SWIZZLED.warm(only={"is_sf_swizzled_layout": True})
 def rmsnorm_fp4quant(
     input: torch.Tensor,
     weight: torch.Tensor | None,
@@ -170,9 +177,9 @@ def rmsnorm_fp4quant(
     return pair
 
 
-@ADD_FP4QUANT.warm(
-    only={"is_sf_swizzled_layout": False, "output_both_sf_layouts": False}, unless=("block_scale_unswizzled",)
-)
+@ADD_FP4QUANT.warm(only=_PLACED["rows"], unless=("block_scale_unswizzled",))
+@ADD_FP4QUANT_SWIZZLED.warm(only=_PLACED["swizzled"], unless=("block_scale_unswizzled",))
+@ADD_FP4QUANT_BOTH.warm(only=_PLACED["both"])
 def add_rmsnorm_fp4quant(
     input: torch.Tensor,
     residual: torch.Tensor,

@@ -55,6 +55,7 @@ _ROWS, _SWIZZLED, _ADD_ROWS, _ADD_SWIZZLED = (
 
 
 @MXFP8.warm(only={"is_sf_swizzled_layout": False})
+@MXFP8_SWIZZLED.warm(only={"is_sf_swizzled_layout": True})
 def rmsnorm_mxfp8_quant(
     input: torch.Tensor,
     weight: torch.Tensor | None,
@@ -105,6 +106,7 @@ def rmsnorm_mxfp8_quant(
 
 
 @ADD_MXFP8.warm(only={"is_sf_swizzled_layout": False})
+@ADD_MXFP8_SWIZZLED.warm(only={"is_sf_swizzled_layout": True})
 def add_rmsnorm_mxfp8_quant(
     input: torch.Tensor,
     residual: torch.Tensor,

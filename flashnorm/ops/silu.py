@@ -59,6 +59,7 @@ _QUANT, _FP4 = SILU_QUANT.behind(), SILU_FP4.behind()
 
 
 @SILU.warm(unless=("block_scale", "scale"))
+@SILU_QUANT.warm(unless=("block_scale",))
 def fused_rmsnorm_silu(
     input: torch.Tensor,
     weight: torch.Tensor | None,

@@ -39,7 +39,7 @@ struct Operand {
   int64_t bytes = 0;              // from its first to its last byte
   bool viewed = false;            // the kernel takes another shape and strides over the same memory
   std::vector<int64_t> view_shape, view_strides;
-  bool raw = false;               // and takes it as bytes
+  DLDataType view_dtype{};        // and another dtype
 
   bool matches(const DLTensor& t) const {
     if (t.ndim != int(shape.size()) || t.device.device_type != device.device_type ||
@@ -85,18 +85,18 @@ struct Guard {
       }
       const std::optional<DLTensor*> tensor = given.try_cast<DLTensor*>();
       if (!expected.present || !tensor || !expected.matches(**tensor)) return false;
-      tensors[i] = **tensor;
-      first[i] = address_of(tensors[i]);
+      first[i] = address_of(**tensor);
       if (first[i] == 0 || (first[i] & expected.low_mask) != expected.low) return false;
-      if (expected.viewed) {
-        tensors[i].ndim = int(expected.view_shape.size());
-        tensors[i].shape = const_cast<int64_t*>(expected.view_shape.data());
-        tensors[i].strides = const_cast<int64_t*>(expected.view_strides.data());
-        if (expected.raw) tensors[i].dtype = DLDataType{kDLUInt, 8, 1};
-        passed[n++] = &tensors[i];
-      } else {
-        passed[n++] = given;
-      }
+      // Sizes and strides are the guard's own: whoever gave the tensor may change it while the kernel is launched.
+      const bool viewed = expected.viewed;
+      const std::vector<int64_t>&shape = viewed ? expected.view_shape : expected.shape,
+                                &strides = viewed ? expected.view_strides : expected.strides;
+      tensors[i] = **tensor;
+      tensors[i].ndim = int(shape.size());
+      tensors[i].shape = const_cast<int64_t*>(shape.data());
+      tensors[i].strides = const_cast<int64_t*>(strides.data());
+      if (viewed) tensors[i].dtype = expected.view_dtype;
+      passed[n++] = &tensors[i];
     }
     if (overlap(first)) return false;
     Any ignored;
@@ -139,7 +139,7 @@ int64_t extent(const std::vector<int64_t>& shape, const std::vector<int64_t>& st
 //   kept: which of the leading arguments are handed on
 //   fixed: [which, value] of those that are numbers and are not
 //   flags: for each tensor [written, aligned, operand it may be or -1]
-//   views: for each tensor None, or [shape, strides, whether as bytes] that the kernel takes
+//   views: for each tensor None, or [shape, strides, whether as bytes, a tensor of its dtype or None] that the kernel takes
 void make_guard(PackedArgs args, Any* result) {
   Guard guard{args[0].cast<Function>(), args[1].cast<int>(), integers(args[2].cast<Array<int64_t>>()), {}, {}, {}};
   for (const auto& one : args[3].cast<Array<Array<Any>>>()) {
@@ -171,9 +171,11 @@ void make_guard(PackedArgs args, Any* result) {
         operand.viewed = true;
         operand.view_shape = integers(view[0].cast<Array<int64_t>>());
         operand.view_strides = integers(view[1].cast<Array<int64_t>>());
-        operand.raw = view[2].cast<bool>();
+        operand.view_dtype = view[3] == nullptr ? t.dtype : view[3].cast<DLTensor*>()->dtype;
         // A view of blocks reaches into their padding.
-        operand.bytes = std::max(operand.bytes, extent(operand.view_shape, operand.view_strides, t.dtype));
+        const int64_t reach = extent(operand.view_shape, operand.view_strides, operand.view_dtype);
+        operand.bytes = std::max(operand.bytes, reach);
+        if (view[2].cast<bool>()) operand.view_dtype = DLDataType{kDLUInt, 8, 1};
       }
     }
     guard.operands.push_back(std::move(operand));
