@@ -204,6 +204,7 @@ class QkToken : QkPlace<Program, Tile> {
     const int mine = thread_ & (team - 1), teams = kThreads / team;
     Cursor<kPart> at(*this);
     // Whole warps: shuffles need all threads.
+    FN_KEEP_LOOP
     for (int first = 0; first < heads; first += teams) {
       const int head = first + thread_ / team;
       const int begin = start + head * head_dim;
@@ -219,6 +220,7 @@ class QkToken : QkPlace<Program, Tile> {
         if constexpr (Tile::kSteady) {
           finish(begin + at.walk.channel, at, rstd, turns, gains);
         } else {
+          FN_KEEP_LOOP
           for (int c = mine * kUnit; c < head_dim; c += team * kUnit) {
             at.go(*this, {head, c});
             load(gains, at);
