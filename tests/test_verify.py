@@ -207,9 +207,9 @@ def test_every_form_of_what_is_no_row_program(perfect: None, monkeypatch: pytest
 
 
 def _other_norm(p, device):
-    """Another eps: right to the last bit or so, but in the quietest tokens."""
+    """Another eps: it shows in the quietest tokens alone."""
     scalars = turned.scalars_of(p)
-    return turned_model.canonical(p.program, p.given, {**scalars, "eps": scalars["eps"] * 1.01})
+    return turned_model.canonical(p.program, p.given, {**scalars, "eps": scalars["eps"] * 1.5})
 
 
 def _other_turn(p, device):
