@@ -213,10 +213,10 @@ def _other_norm(p, device):
 
 
 def _other_turn(p, device):
-    """Q comes out as it went in, but for the norm."""
-    bare = replace(p.program, layout=replace(p.program.layout, rotary_dim=0, channels=(0, 0, 0)), cached=False)
+    """Q with the other pairs."""
+    other = replace(p.program, interleave=not p.program.interleave)
     made = _turned(p, device)
-    made["q_out"] = turned_model.canonical(bare, p.given, turned.scalars_of(p))["q_out"]
+    made["q_out"] = turned_model.canonical(other, p.given, turned.scalars_of(p))["q_out"]
     return made
 
 
