@@ -44,7 +44,7 @@ def canonical(program: QkNormRope, given: Tensors, scalars: Mapping[str, float])
         v = part.float()
         if PARTS[i] == "v_out":
             scaled = mul(v, fp32(scalars["v_quant_scale"], v))
-            made[PARTS[i]] = formats.encode(scaled, formats.E4M3) if program.coded else part
+            made[PARTS[i]] = formats.encode(scaled, formats.E4M3) if program.coded else part.clone()
             continue
         if program.scope != "none" and v.numel():
             rows = _together(program, v)
