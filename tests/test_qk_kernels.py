@@ -35,7 +35,15 @@ KERNELS = {
     "cached_head": Case(scope="head", interleave=False, rotary=32, index="i32", q_weight=None, k_weight=None),
     "bare": Case(scope="none", coded=True, q_weight=None, k_weight=None),
 }
-AXES = {8: (4, 2, 2), 64: (24, 20, 20), 66: (22, 22, 22), 96: (32, 32, 32), 128: (44, 42, 42), 320: (0, 160, 160)}
+AXES = {
+    8: (4, 2, 2),
+    64: (24, 20, 20),
+    66: (22, 22, 22),
+    96: (32, 32, 32),
+    128: (44, 42, 42),
+    256: (96, 80, 80),
+    320: (0, 160, 160),
+}
 
 
 def program_of(case: Case) -> tuple[QkNormRope, tuple[str, ...]]:
