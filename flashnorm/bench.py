@@ -22,7 +22,7 @@ from flashnorm.core import device as devices
 from flashnorm.core import plan
 from flashnorm.core.dispatch import ROUTES, backend
 from flashnorm.core.op import OPS, Op
-from flashnorm.verify import Case, make_problem, rivals
+from flashnorm.verify import Case, make_problem, rivals, turned
 
 SHAPES = {"cuda": "1x4096,64x8192,4096x4096,16384x8192", "cpu": "1x4096,64x4096,1024x4096"}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -79,7 +79,7 @@ def _asked(
         if not found:
             raise ValueError(f"--device must be one of {', '.join(map(str, here))}, got {arguments.device!r}")
         device = found[0]
-    known = sorted(name for name, op in OPS.items() if op.by_rows)
+    known = sorted(OPS)
     names = known if arguments.ops == "all" else arguments.ops.split(",")
     for name in names:
         if name not in known:
@@ -136,7 +136,10 @@ def _measure(
 def _line(
     op: Op, case: Case, device: torch.device, route: str, rows: int, hidden: int, seconds: float
 ) -> dict[str, Any]:
-    ours, eager = rivals(op, case, device, rows, hidden)
+    if op.by_rows:
+        ours, eager = rivals(op, case, device, rows, hidden)
+    else:
+        ours, eager = turned.rivals(op, case.x, device, rows, hidden)
     with backend(route), torch.no_grad():
         mine, theirs = timing.per_call((ours, eager), device, seconds)
     # Every byte belongs to the call or to a row: two small problems tell them apart.
@@ -147,7 +150,10 @@ def _line(
 
 def _bytes(op: Op, case: Case, rows: int, hidden: int) -> int:
     """Bytes that a call must move."""
-    given = make_problem(op, case, rows, hidden, torch.device("cpu")).given
+    if op.by_rows:
+        given = make_problem(op, case, rows, hidden, torch.device("cpu")).given
+    else:
+        given = turned.problem_of(op, rows, hidden, case.x).given
     return op.bytes_moved([given.get(o.name) for o in op.operands])
 
 

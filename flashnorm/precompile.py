@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import multiprocessing
 import sys
 import time
@@ -26,7 +27,7 @@ from flashnorm import backends, recipe
 from flashnorm.backends import guard, warm
 from flashnorm.config import settings
 from flashnorm.core import commands
-from flashnorm.core.op import NUMERICS
+from flashnorm.core.op import NUMERICS, Op
 from flashnorm.jit import ArtifactSpec, Store, toolchain
 from flashnorm.jit.aot import export
 from flashnorm.jit.entry import check_entry, portable_name
@@ -46,6 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bf16", help=f"bf16, fp16, fp32, {many} (default bf16)")
     parser.add_argument("--hidden", default="", help=f"hidden sizes, {many}")
     parser.add_argument("--numerics", default="flashinfer", help=f"{many} (default flashinfer)")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help=f"of operators that have it, {many}"
+    )
+    parser.add_argument("--index", default="int32", help=f"dtypes of row indices and positions, {many} (default int32)")
     parser.add_argument("--routes", default=None, help="cute,cuda (default both)")
     parser.add_argument("--recipe", metavar="FILE", help="what flashnorm.record() wrote; - for standard input")
     parser.add_argument("--jobs", type=int, default=None, help="processes (default: one a processor)")
@@ -113,14 +118,32 @@ def grid(arguments: argparse.Namespace, archs: list[str], routes: list[str]) -> 
         raise ValueError("--arch is missing")
     if not all(1 <= size <= 262144 for size in sizes):
         raise ValueError(f"--hidden must be whole numbers from 1 to 262144, got {arguments.hidden!r}")
+    indices = _words("--index", arguments.index, commands.INDICES)
+    options = _options(arguments.option, [known[name] for name in ops])
     for op in (known[name] for name in ops):
-        for mode in modes:
-            for dtype in dtypes:
-                for size in sizes:
-                    variant = commands.plain_variant(op, commands.DTYPES[dtype], size, {"numerics": mode})
-                    for arch in archs:
-                        for route in ["cpu"] if arch == "host" else [r for r in routes if r in op.routes]:
-                            yield Kernel(op.name, route, arch, variant)
+        mine = {key: words for key, words in options.items() if key in op.options}
+        forms = [dict(zip(mine, words, strict=True)) for words in itertools.product(*mine.values())]
+        for form, mode, dtype in itertools.product(forms, modes, dtypes):
+            picked = {key: commands.values_of(op, key)[word] for key, word in form.items()}
+            for size, index in itertools.product(sizes, indices):
+                variant = commands.plain_variant(op, commands.DTYPES[dtype], size, {"numerics": mode, **picked}, index)
+                for arch in archs:
+                    for route in ["cpu"] if arch == "host" else [r for r in routes if r in op.routes]:
+                        yield Kernel(op.name, route, arch, variant)
+
+
+def _options(given: list[str], ops: list[Op]) -> dict[str, list[str]]:
+    """Option -> its words; each of an operator that is asked for."""
+    found: dict[str, list[str]] = {}
+    for text in given:
+        name, _, words = text.partition("=")
+        having = [op for op in ops if name != "numerics" and name in op.options]
+        if not having:
+            there = dict.fromkeys(key for op in ops for key in op.options if key != "numerics")
+            raise ValueError(f"--option looks like NAME=VALUE, with {', '.join(there) or 'no'} options, got {text!r}")
+        known = set.intersection(*(set(commands.values_of(op, name)) for op in having))
+        found[name] = _words(f"--option {name}", words, sorted(known))
+    return found
 
 
 def _words(flag: str, text: str, known: Any) -> list[str]:

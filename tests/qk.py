@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,22 @@ class Case:
         return "-".join(map(str, parts))
 
 
+USUAL = Case()
+# Pairwise: every scope, pairing, kind of result and dtype with each other, on few kernels.
+CASES = (
+    USUAL,
+    Case(interleave=False, x="f16", q_weight="f32", k_weight="f16"),
+    Case(coded=True, yarn=True),
+    Case(coded=True, interleave=False, scope="head", k_weight="f32"),
+    Case(scope="head", yarn=True, q_weight=None),
+    Case(scope="none", interleave=False, yarn=True),
+    Case(scope="none", x="f16", coded=True, q_weight=None, k_weight=None),
+    Case(rotary=32, interleave=False, scope="head", index="i32"),
+    Case(rotary=48, x="f16", coded=True),
+    Case(rotary=64, interleave=False, k_weight=None),
+)
+
+
 class Problem:
     """The values of one call, on the CPU.
 
@@ -78,9 +95,18 @@ class Problem:
         lead: leading sizes; by default two sequences.
         shared: weights of one head for all of them, where the scope allows it.
         bad: some positions lie outside of the table.
+        given: tensors in place of those made here, by the name of the argument.
     """
 
-    def __init__(self, case: Case, lead: tuple[int, ...] = (), *, shared: bool = False, bad: bool = False) -> None:
+    def __init__(
+        self,
+        case: Case,
+        lead: tuple[int, ...] = (),
+        *,
+        shared: bool = False,
+        bad: bool = False,
+        given: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self.case = case
         self.lead = lead or (2, case.sequence)
         key = (str(case), self.lead)
@@ -96,6 +122,15 @@ class Problem:
             self.positions = indices(self.lead, 11, DTYPES[case.index], *key)
             for place, value in zip(range(2 if bad else 0), (-1, 11), strict=False):
                 self.positions.view(-1)[place] = value
+        given = given or {}
+        self.x = given.get("qkv", self.x)
+        self.weights = {name: given.get(name, weight) for name, weight in self.weights.items()}
+        self.cache = given.get("cos_sin_cache", self.cache)
+        self.positions = given.get("positions", self.positions)
+
+    @property
+    def what(self) -> str:
+        return f"{self.case} {'x'.join(map(str, self.lead))}"
 
     @property
     def tokens(self) -> int:

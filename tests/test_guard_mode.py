@@ -14,10 +14,14 @@ from flashnorm.core import guard_mode, plan
 from flashnorm.core.guard_mode import GuardError
 from flashnorm.core.op import ALL
 from flashnorm.model import same_bits
+from flashnorm.ops import qk
 from flashnorm.ops.rmsnorm import RMSNORM
 from flashnorm.verify.cases import cases_of, operators
 from flashnorm.verify.problem import call, make_problem
 from tests.problem import Problem
+from tests.qk import EPS
+from tests.qk import Case as TurnedCase
+from tests.qk import Problem as Turned
 from tests.refusals import FULL, OPS, every_op
 
 NAN = float("nan")
@@ -140,6 +144,28 @@ def test_a_row_index_that_is_out_of_range(bad, device):
             rows(device, 6, 64), index, None, rows(device, 64), out, None, 1e-6, "flashinfer", True
         )
     assert bool((out == 7).all())
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("bad", [11, -1])
+def test_a_position_that_is_out_of_range(bad, coded, device):
+    """Of a table of cosines: the operator and the token are named, whoever calls, and no result is written."""
+    problem = Turned(TurnedCase(rotary=32, interleave=False, coded=coded))
+    problem.positions.view(-1)[9] = bad
+    with pytest.raises(ValueError, match=rf"fused_qk_rmsnorm_rope: positions must be 0 to 10, got {bad} for row 9"):
+        problem.run(None, device)
+    given = [t.to(device) for t in (problem.x, *problem.weights.values(), problem.positions, problem.cache)]
+    dtype = torch.uint8 if coded else torch.bfloat16
+    outs = [torch.full((*problem.lead, n, 64), 7, dtype=dtype, device=device) for n in problem.case.heads]
+    layout = qk._text(*problem.case.heads, 64, *[None] * 6, 10000.0, False, 1.0, 0.0, 0.0, 1.0, True, "hidden", 32)
+    op = (
+        torch.ops.flashnorm.fused_qk_rmsnorm_rope_cached_fp8
+        if coded
+        else torch.ops.flashnorm.fused_qk_rmsnorm_rope_cached
+    )
+    with pytest.raises(ValueError, match=rf"fused_qk_rmsnorm_rope: positions must be 0 to 10, got {bad} for row 9"):
+        op(*given, *outs, EPS, 1.0, 1.0, "flashinfer", layout, True, *(["float8_e4m3fn"] * 3 if coded else []))
+    assert all(bool((out == 7).all()) for out in outs)
 
 
 def test_rows_that_eps_rules_are_named(device, caplog):

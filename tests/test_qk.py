@@ -8,25 +8,12 @@ import pytest
 import torch
 
 import flashnorm
+from tests.golden import qk as golden
 from tests.oracles import round_to
 from tests.oracles_qk import Turned, as_fp32, grid_angles, turned, yarn_frequencies
-from tests.qk import ATTENTION, EPS, YARN, Case, Problem
+from tests.qk import ATTENTION, CASES, EPS, USUAL, YARN, Case, Problem
 from tests.tolerance import DIFFERENCE_OF_LARGEST, EQUAL_SHARE, assert_same_bits, steps_between
 
-USUAL = Case()
-# Pairwise: every scope, pairing, kind of result and dtype with each other, on few kernels.
-CASES = (
-    USUAL,
-    Case(interleave=False, x="f16", q_weight="f32", k_weight="f16"),
-    Case(coded=True, yarn=True),
-    Case(coded=True, interleave=False, scope="head", k_weight="f32"),
-    Case(scope="head", yarn=True, q_weight=None),
-    Case(scope="none", interleave=False, yarn=True),
-    Case(scope="none", x="f16", coded=True, q_weight=None, k_weight=None),
-    Case(rotary=32, interleave=False, scope="head", index="i32"),
-    Case(rotary=48, x="f16", coded=True),
-    Case(rotary=64, interleave=False, k_weight=None),
-)
 # Heads of all widths: of whole groups and not, wider than a warp has lanes, one channel pair; counts that differ.
 WIDTHS = (
     (2, (2, 0, 0)), (6, (2, 2, 2)), (8, (4, 2, 2)), (16, (6, 6, 4)), (24, (8, 8, 8)), (66, (22, 22, 22)),
@@ -72,6 +59,19 @@ def test_partial_rotation(rotary: int, interleave: bool, exact_route: str, devic
         case = Case(rotary=rotary, interleave=interleave, head_dim=width, scope="head" if rotary > 16 else "hidden")
         problem = Problem(case)
         problem.check(problem.run(exact_route, device), exact_route)
+
+
+# ------------------------------------------------------------------ golden bits
+def test_the_golden_file_is_complete_and_canonical() -> None:
+    want = golden.on_file()
+    assert {problem.what for problem in golden.problems()} == set(want)
+    for problem in golden.problems():
+        assert golden.digests(problem.expected()) == want[problem.what], problem.what
+
+
+@pytest.mark.parametrize("problem", golden.problems(), ids=lambda problem: problem.what)
+def test_golden_bits(problem: Problem, exact_route: str, device: torch.device) -> None:
+    assert golden.digests(problem.run(exact_route, device)) == golden.on_file()[problem.what]
 
 
 # ------------------------------------------------------------------ accuracy

@@ -35,7 +35,15 @@ KERNELS = {
     "cached_head": Case(scope="head", interleave=False, rotary=32, index="i32", q_weight=None, k_weight=None),
     "bare": Case(scope="none", coded=True, q_weight=None, k_weight=None),
 }
-AXES = {8: (4, 2, 2), 64: (24, 20, 20), 66: (22, 22, 22), 96: (32, 32, 32), 128: (44, 42, 42), 320: (0, 160, 160)}
+AXES = {
+    8: (4, 2, 2),
+    64: (24, 20, 20),
+    66: (22, 22, 22),
+    96: (32, 32, 32),
+    128: (44, 42, 42),
+    256: (96, 80, 80),
+    320: (0, 160, 160),
+}
 
 
 def program_of(case: Case) -> tuple[QkNormRope, tuple[str, ...]]:
@@ -111,6 +119,25 @@ def test_sums_of_many_heads(units: dict[str, Emulated], name: str, heads: tuple[
         launch(units[name], Problem(case, (1, 2)))
 
 
+def test_every_tile_has_the_same_bits(tmp_path: Path) -> None:
+    """Those that only a tuning build has, too; a tile with too few lanes is refused."""
+    case = replace(KERNELS["neox_codes"], head_dim=128, channels=AXES[128], heads=(12, 9, 13), grid=(1, 1, 2))
+    head = replace(KERNELS["head"], head_dim=128, channels=AXES[128], heads=(12, 9, 13), grid=(1, 1, 2))
+    cases = {"sums": case, "heads": head}
+    made = build(tmp_path, {name: program_of(c) for name, c in cases.items()}, ("FLASHNORM_TUNING",))
+    tiles = {
+        "sums": ((32, 8), (64, 4), (64, 8), (128, 2), (128, 4), (128, 8), (512, 2)),
+        "heads": ((32, 1), (64, 1), (128, 1), (512, 1)),
+    }
+    for name, plans in tiles.items():
+        for plan in plans:
+            made[name].module["force"](132, 227 * 1024, *plan, 2, True)
+            launch(made[name], Problem(cases[name], (1, 2)))
+    made["sums"].module["force"](132, 227 * 1024, 32, 4, 2, True)
+    with pytest.raises(RuntimeError, match="no kernel for 32 threads"):
+        launch(made["sums"], Problem(case, (1, 2)))
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_elements_of_any_alignment(units: dict[str, Emulated], name: str) -> None:
     case = replace(KERNELS[name], grid=(1, 2, 1))
@@ -155,7 +182,7 @@ def test_compiles_without_a_stack_and_moves_16_bytes(arch: str, name: str, tmp_p
     command = [str(nvcc.path), *nvcc_flags(nvcc, target, host), *includes, "-cubin", "kernel.cu", "-o", "kernel.cubin"]
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
     usage = binaries.resources(tmp_path / "kernel.cubin")
-    assert len(usage) == (9 if KERNELS[name].scope == "hidden" else 7)
+    assert len(usage) == (11 if KERNELS[name].scope == "hidden" else 8)
     assert all(registers <= 128 and stack == 0 and local == 0 for registers, stack, local in usage), usage
     found = binaries.instructions(tmp_path / "kernel.cubin")
     wide = r"STG\.E.*\.64" if KERNELS[name].coded else r"STG\.E.*\.128"

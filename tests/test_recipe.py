@@ -70,6 +70,48 @@ def test_the_command_makes_the_variant_again():
     assert recipe.from_json(words[1]) == (recipe.Kernel("rmsnorm", "cute", "sm_90a", odd),)
 
 
+def test_the_command_names_options_and_dtypes_of_indices():
+    """What a plain call does not say: every form of Q, K and V, and of rows that are picked."""
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    asked = {
+        "fused_qk_rmsnorm_rope": {"layout": "head-neox"},
+        "fused_qk_rmsnorm_rope_fp8": {"layout": "none"},
+        "fused_qk_rmsnorm_rope_cached": {"layout": "head"},
+        "fused_qk_rmsnorm_rope_cached_fp8": {},
+        "rmsnorm_rows": {},
+        "rmsnorm_dynamic_quant": {"granularity": "128", "scale_format": "ue8m0"},
+    }
+    for name, form in asked.items():
+        op = commands.operators()[name]
+        picked = {key: commands.values_of(op, key)[word] for key, word in form.items()}
+        variant = commands.plain_variant(op, torch.bfloat16, 64, {"numerics": "flashinfer", **picked}, "int64")
+        words = shlex.split(commands.command(op, "cuda", "sm_90a", variant))
+        (made,) = module.wanted(parser.parse_args(words[2:]))
+        assert (made.op, made.variant.dtypes) == (name, variant.dtypes)
+        assert made.variant.program.code() == variant.program.code()
+        indexed = "int64" in variant.dtypes
+        assert indexed == (name == "rmsnorm_rows" or "cached" in name)
+        assert " ".join(words).count("--option") == len(form) and ("--index" in words) == indexed
+
+
+def test_every_form_of_one_operator():
+    """Each a kernel of its own; what no operator has, or knows, is refused."""
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+
+    def wanted(*more):
+        flags = ("--arch", "sm_90a", "--ops", "fused_qk_rmsnorm_rope,fused_qk_rmsnorm_rope_cached_fp8", "--hidden", "1")
+        return module.wanted(parser.parse_args([*flags, "--out", "x", *more]))
+
+    found = wanted("--option", "layout=hidden,head,head-neox", "--index", "int32,int64", "--dtype", "bf16,fp16")
+    assert len({(k.variant.program.code(), k.variant.dtypes) for k in found}) == 3 * 2 * (1 + 2)
+    assert all(k.route == "cuda" for k in found)
+    for option, error in (("layout=heads", "'heads'"), ("granularity=128", "looks like NAME"), ("layout", "missing")):
+        with pytest.raises(ValueError, match=error):
+            wanted("--option", option)
+
+
 def test_record_sees_warm_calls_too():
     x, w = torch.randn(2, 48).bfloat16(), torch.randn(48).bfloat16()
     flashnorm.rmsnorm(x, w)

@@ -13,7 +13,8 @@ from flashnorm import model, verify
 from flashnorm.core.dispatch import backend
 from flashnorm.core.op import ALL, OPS
 from flashnorm.model import formats
-from flashnorm.verify import cases, eager, lines, problem
+from flashnorm.model import turned as turned_model
+from flashnorm.verify import cases, eager, lines, problem, turned
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -31,13 +32,19 @@ def _model_call(p, device):
     return _canonical(p)
 
 
+def _turned(p, device):
+    """The same of Q, K and V."""
+    return turned_model.canonical(p.program, p.given, turned.scalars_of(p))
+
+
 @pytest.fixture
 def perfect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problem, "call", _model_call)
-    for module in (verify, lines):
+    monkeypatch.setattr(turned, "call", _turned)
+    for module in (verify, lines, turned):
         monkeypatch.setattr(module, "serves", lambda op, route, device: None if route == "cpu" else "not here")
     monkeypatch.setattr(verify, "speed", lambda op, route, device: 1.5)
-    monkeypatch.setattr(verify, "_build_ahead", lambda route, todo, device: None)
+    monkeypatch.setattr(verify, "_build_ahead", lambda *_: None)
     monkeypatch.setattr(cases, "QUICK_SHAPES", ((33, 300), (3, 8200)))
 
 
@@ -118,7 +125,7 @@ def test_a_call_does_not_touch_the_problem() -> None:
 # ------------------------------------------------------------------ right and wrong routes
 def test_a_right_route_passes(perfect: None) -> None:
     found, missing = verify.check_device(CPU, quick=True)
-    assert {line.op for line in found} == set(cases.operators())
+    assert {line.op for line in found} == {*cases.operators(), *turned.operators()}
     assert [line.failures for line in found] == [[] for _ in found]
     assert all(line.bits and line.repeats and line.chunks and line.speed is None for line in found)
     assert set(missing) == {"cute", "cuda"}  # the torch route is passed over in haste
@@ -184,6 +191,54 @@ def test_a_wrong_route_fails(perfect: None, monkeypatch: pytest.MonkeyPatch, fau
     found, _ = verify.check_device(CPU, quick=True, ops=(op,))
     assert len(found) == 1
     assert any(said in text for text in found[0].failures), found[0]
+
+
+# ------------------------------------------------------------------ Q, K and V
+def test_every_form_of_what_is_no_row_program(perfect: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every such operator, and every scope and pairing, somewhere; a right route passes in each."""
+    assert set(turned.operators()) == {name for name, op in ALL.items() if not op.by_rows}
+    words = {form.word for forms in turned.FORMS.values() for form in forms}
+    assert {word.partition("-")[0] for word in words} == {"hidden", "head", "none"} and len(words) >= 5
+    monkeypatch.setattr(turned, "SHAPES", turned.QUICK_SHAPES)
+    monkeypatch.setattr(turned, "speed", lambda *_: 1.0)
+    found = list(turned.verify_lines(turned.operators().values(), "cpu", CPU, quick=False, say=lambda _: None))
+    assert [line.failures for line in found] == [[] for _ in found]
+    assert all(line.bits and line.repeats and line.chunks for line in found)
+
+
+def _other_norm(p, device):
+    """Another eps: it shows in the quietest tokens alone."""
+    scalars = turned.scalars_of(p)
+    return turned_model.canonical(p.program, p.given, {**scalars, "eps": scalars["eps"] * 1.5})
+
+
+def _other_turn(p, device):
+    """Q with the other pairs."""
+    other = replace(p.program, interleave=not p.program.interleave)
+    made = _turned(p, device)
+    made["q_out"] = turned_model.canonical(other, p.given, turned.scalars_of(p))["q_out"]
+    return made
+
+
+def _by_tokens(p, device):
+    made = _turned(p, device)
+    made["v_out"].view(torch.uint8)[-1] += p.given["x"].shape[0]
+    return made
+
+
+@pytest.mark.parametrize("name", ["fused_qk_rmsnorm_rope", "fused_qk_rmsnorm_rope_fp8"])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (_other_norm, "bits differ from the specified arithmetic"),
+        (_other_turn, "steps from the formula"),
+        (_by_tokens, "depend on the batch"),
+    ],
+)
+def test_a_wrong_turn_fails(perfect: None, monkeypatch: pytest.MonkeyPatch, fault, said: str, name: str) -> None:
+    monkeypatch.setattr(turned, "call", fault)
+    found, _ = verify.check_device(CPU, quick=True, ops=(name,))
+    assert len(found) == 1 and any(said in text for text in found[0].failures), found[0]
 
 
 def _padding_left(p, device):
@@ -288,7 +343,7 @@ def test_nothing_to_check_is_not_success(perfect: None, capsys) -> None:
 
 def test_the_torch_route_is_accurate() -> None:
     found, _ = verify.check_device(CPU, quick=True, routes=("torch",))
-    assert {line.op for line in found} == set(cases.operators())
+    assert {line.op for line in found} == {*cases.operators(), *turned.operators()}
     assert [line.failures for line in found] == [[] for _ in found]
     assert all(line.bits is None for line in found)
 

@@ -21,8 +21,12 @@ class QkToken : QkPlace<Program, Tile> {
   using typename Base::X;
   template <int kPart>
   using Cursor = typename Base::template Cursor<kPart>;
+  using Base::kBatch;
+  using Base::kFlight;
   using Base::kInterleave;
+  using Base::kOnce;
   using Base::kScope;
+  using Base::kStep;
   using Base::kThreads;
   using Base::kUnit;
   using Base::compute_turns;
@@ -74,19 +78,18 @@ class QkToken : QkPlace<Program, Tile> {
  private:
   // V, several groups in flight.
   FN_DEVICE void copy() const {
-    constexpr int kBatch = Tile::kWhole ? 4 : 1;
     const int start = layout_.start(kV), count = layout_.width(kV);
     Cursor<kV> at(*this);
-    for (int i = thread_ * kUnit; i < count; i += kBatch * kThreads * kUnit) {
-      Pack<X, kUnit> pack[kBatch];
+    FN_KEEP_LOOP
+    for (int i = thread_ * kUnit; i < count; i += kFlight * kStep) {
+      Pack<X, kUnit> pack[kFlight];
       FN_UNROLL
-      for (int k = 0; k < kBatch; ++k) {
-        const int from = i + k * kThreads * kUnit;
-        if (from < count) read_unit(pack[k], x_ + start + from);
+      for (int k = 0; k < kFlight; ++k) {
+        if (i + k * kStep < count) read_unit(pack[k], x_ + start + i + k * kStep);
       }
       FN_UNROLL
-      for (int k = 0; k < kBatch; ++k) {
-        if (i + k * kThreads * kUnit < count) put_v(pack[k], at.out);
+      for (int k = 0; k < kFlight; ++k) {
+        if (i + k * kStep < count) put_v(pack[k], at.out);
         at.next(*this);
       }
     }
@@ -149,16 +152,25 @@ class QkToken : QkPlace<Program, Tile> {
         float v[kGroup];
         read(v, start + i, count - i);
         squares.first(v);
-        if constexpr (Tile::kLanes * kThreads == kMaxLanes) for (i += Tile::kLanes * kThreads * kGroup; i < count; i += Tile::kLanes * kThreads * kGroup) {
-          read(v, start + i, count - i);
-          squares.next(v);
+        if constexpr (Tile::kLanes * kThreads == kMaxLanes) {
+          constexpr int kRound = kMaxLanes * kGroup;
+          FN_KEEP_LOOP
+          for (i += kRound; i < count; i += kRound) {
+            read(v, start + i, count - i);
+            squares.next(v);
+          }
         }
         lane[part][j] = squares.fold(0);
       }
     }
     reduce.template fold<Add>(sums, lane);
-    rstd[0] = program_.rstd(sums[0], layout_.width(kQ));
-    rstd[1] = program_.rstd(sums[1], layout_.width(kK));
+    if constexpr (kThreads == 32) sync_cta();  // one warp folds without it
+    // Neighbours find one each: two divisions, two roots and two reciprocals take longer than to hand them over.
+    const bool odd = thread_ & 1;
+    const float own = program_.rstd(odd ? sums[1] : sums[0], odd ? layout_.width(kK) : layout_.width(kQ));
+    const float other = shuffle_xor(own, 1);
+    rstd[0] = odd ? other : own;
+    rstd[1] = odd ? own : other;
   }
 
   // ---------------------------------------------------------------- results
@@ -166,9 +178,21 @@ class QkToken : QkPlace<Program, Tile> {
   FN_DEVICE void all_heads(float rstd, const Turns& turns) const {
     const int start = layout_.start(kPart), count = layout_.width(kPart);
     Cursor<kPart> at(*this);
-    for (int i = thread_ * kUnit; i < count; i += kThreads * kUnit) {
-      finish(start + i, at, rstd, turns);
-      at.next(*this);
+    FN_KEEP_LOOP
+    for (int i = thread_ * kUnit; i < count; i += kBatch * kStep) {
+      Gains<kPart> gains[kBatch];
+      Cursor<kPart> ahead = at;
+      FN_UNROLL
+      for (int k = 0; k < kBatch; ++k) {
+        if (i + k * kStep < count) load(gains[k], ahead);
+        ahead.next(*this);
+      }
+      FN_UNROLL
+      for (int k = 0; k < kBatch; ++k) {
+        if (i + k * kStep < count) finish(start + i + k * kStep, at, rstd, turns, gains[k]);
+        at.next(*this);
+      }
+      if constexpr (kOnce) break;
     }
   }
 
@@ -180,10 +204,13 @@ class QkToken : QkPlace<Program, Tile> {
     const int mine = thread_ & (team - 1), teams = kThreads / team;
     Cursor<kPart> at(*this);
     // Whole warps: shuffles need all threads.
+    FN_KEEP_LOOP
     for (int first = 0; first < heads; first += teams) {
       const int head = first + thread_ / team;
       const int begin = start + head * head_dim;
       const bool there = head < heads;
+      Gains<kPart> gains;
+      if (Tile::kSteady && there) load(gains, at);
       float sum = fold_part_of_warp<Add>(there ? lane_sum(begin, mine) : 0.0f, team);
       if (!Tile::kSteady && lanes > 32) {
         sum = fp::add(sum, fold_part_of_warp<Add>(there ? lane_sum(begin, mine + 32) : 0.0f, team));
@@ -191,11 +218,13 @@ class QkToken : QkPlace<Program, Tile> {
       if (there) {
         const float rstd = program_.rstd(sum, head_dim);
         if constexpr (Tile::kSteady) {
-          finish(begin + at.walk.channel, at, rstd, turns);
+          finish(begin + at.walk.channel, at, rstd, turns, gains);
         } else {
+          FN_KEEP_LOOP
           for (int c = mine * kUnit; c < head_dim; c += team * kUnit) {
             at.go(*this, {head, c});
-            finish(begin + c, at, rstd, turns);
+            load(gains, at);
+            finish(begin + c, at, rstd, turns, gains);
           }
         }
       }
@@ -212,13 +241,33 @@ class QkToken : QkPlace<Program, Tile> {
     return squares.fold(0);
   }
 
+  // The weights of a group, and of NeoX's the ones of the group that it turns with.
+  template <int kPart>
+  struct Gains {
+    static constexpr bool kThere = Tile::kWhole && !std::is_void_v<WeightOf<Program, kPart>>;
+    using W = std::conditional_t<kThere, WeightOf<Program, kPart>, X>;
+    Pack<W, kGroup> own;
+    Pack<W, kGroup> other;
+  };
+  template <int kPart>
+  FN_DEVICE void load(Gains<kPart>& gains, const Cursor<kPart>& at) const {
+    if constexpr (Gains<kPart>::kThere) {
+      detail::load<false>(gains.own, at.weight, Whole{});
+      const int channel = at.walk.channel;
+      if (!kInterleave && channel < layout_.rotary_dim) {
+        detail::load<false>(gains.other, at.weight + away(channel), Whole{});
+      }
+    }
+  }
+
   // What comes of the unit of elements that begins at the i-th of the token.
   template <int kPart>
-  FN_DEVICE void finish(int i, const Cursor<kPart>& at, float rstd, const Turns& held) const {
+  FN_DEVICE void finish(int i, const Cursor<kPart>& at, float rstd, const Turns& held,
+                        const Gains<kPart>& gains) const {
     const int channel = at.walk.channel;
     if constexpr (Tile::kWhole) {
       float v[kGroup];
-      value<kPart>(v, i, at, 0, rstd);
+      value<kPart>(v, i, gains.own, rstd);
       if (channel < layout_.rotary_dim) {
         const Turns turns = Tile::kSteady ? held : turns_at(channel);
         if constexpr (kInterleave) {
@@ -230,7 +279,7 @@ class QkToken : QkPlace<Program, Tile> {
           }
         } else {
           float other[kGroup];
-          value<kPart>(other, i, at, away(channel), rstd);
+          value<kPart>(other, i + away(channel), gains.other, rstd);
           FN_UNROLL
           for (int k = 0; k < kGroup; ++k) v[k] = turned(v[k], other[k], turns.cos[k], turns.sin[k]);
         }
@@ -269,17 +318,12 @@ class QkToken : QkPlace<Program, Tile> {
     return channel < half ? half : -half;
   }
 
-  // v, before it turns, of a group, or of the one that lies `away` from it.
-  template <int kPart>
-  FN_DEVICE void value(float (&v)[kGroup], int i, const Cursor<kPart>& at, int away, float rstd) const {
-    using W = WeightOf<Program, kPart>;
+  // v, before it turns, of the group that begins at the i-th element of the token.
+  template <int kPart, class W>
+  FN_DEVICE void value(float (&v)[kGroup], int i, const Pack<W, kGroup>& weight, float rstd) const {
     float gain[kGroup] = {};
-    if constexpr (!std::is_void_v<W>) {
-      Pack<W, kGroup> pack;
-      detail::load<false>(pack, at.weight + away, Whole{});
-      widen(gain, pack);
-    }
-    read(v, i + away, kGroup);
+    if constexpr (Gains<kPart>::kThere) widen(gain, weight);
+    read(v, i, kGroup);
     normalize<Program, kPart>(v, gain, rstd);
   }
   // v of a channel and of its partner.

@@ -20,9 +20,11 @@
 #if defined(__CUDA_ARCH__)
 #define FN_DEVICE_CODE 1
 #define FN_UNROLL _Pragma("unroll")
+#define FN_KEEP_LOOP _Pragma("unroll 1")
 #else
 #define FN_DEVICE_CODE 0
 #define FN_UNROLL
+#define FN_KEEP_LOOP
 #endif
 
 // Where faster sequences of a GPU stand in for what the host does: tests compile them for the host, too.

@@ -43,5 +43,5 @@ def check_bounds(op: Op, name: str, index: Any, count: int) -> None:
         return
     low, high = (int(v) for v in index.aminmax())
     if low < 0 or high >= count:
-        bad = low if low < 0 else high
-        raise ValueError(f"{op.called}: {name} must be 0 to {count - 1}, got {bad}")
+        row = int(((index < 0) | (index >= count)).flatten().nonzero()[0])
+        raise ValueError(f"{op.called}: {name} must be 0 to {count - 1}, got {int(index.flatten()[row])} for row {row}")

@@ -144,9 +144,16 @@ class QkLayouts(Mapping[Any, QkLayout]):
         return layout_of(text)
 
     def __iter__(self) -> Iterator[str]:
+        return iter(self.words().values())
+
+    def words(self) -> dict[str, str]:
+        """The usual ones by what kernels tell apart: "head", "head-neox", ..."""
+        found = {}
         for scope in SCOPES:
             for interleave in (True, False):
-                yield str(QkLayout((24, 24, 24), 128, scope, interleave, 128, (1, 1, 1), (44, 42, 42)))
+                layout = QkLayout((24, 24, 24), 128, scope, interleave, 128, (1, 1, 1), (44, 42, 42))
+                found[scope + ("" if interleave else "-neox")] = str(layout)
+        return found
 
     def __len__(self) -> int:
         return 2 * len(SCOPES)

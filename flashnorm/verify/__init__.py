@@ -43,7 +43,7 @@ from flashnorm.core.operands import normalise
 from flashnorm.core.tools import tools
 from flashnorm.jit import toolchain
 from flashnorm.program import Variant
-from flashnorm.verify import five, report
+from flashnorm.verify import five, report, turned
 from flashnorm.verify.cases import USUAL, Case, chosen, operators
 from flashnorm.verify.eager import rivals, speed
 from flashnorm.verify.lines import Line, new_line, serves, verify_line
@@ -76,16 +76,19 @@ def check_device(
     for route in (r for r in ROUTES if not routes or r in routes):
         if quick and route == "torch" and not routes and lines:
             continue  # plain PyTorch: slow, and the same everywhere
-        serving = []
-        for op in (op for name, op in operators().items() if not ops or name in ops):
+        serving = {}
+        for name, op in (operators() | turned.operators()).items():
+            if ops and name not in ops:
+                continue
             reason = serves(op, route, device)
             if reason is None:
-                serving.append(op)
+                serving[name] = op
             elif route in op.routes:
                 missing.setdefault(route, reason)
-        todo = list(chosen(serving, device, quick=quick, exact=route != "torch"))
+        rows, mine = ([op for op in serving.values() if op.by_rows is kind] for kind in (True, False))
+        todo = list(chosen(rows, device, quick=quick, exact=route != "torch"))
         say(f"{device.type}: {route}, {len(todo)} kernels")
-        _build_ahead(route, [(op, case) for op, case, _ in todo], device)
+        _build_ahead(route, [(op, case) for op, case, _ in todo], device, turned.variants(mine, quick))
         for op, case, shapes in todo:
             line = new_line(op, route, case, device)
             say(f"{device.type}: {op.name}, {route}, {line.dtypes}, {case.numerics}")
@@ -96,6 +99,7 @@ def check_device(
             except Exception as error:  # whatever is raised is the finding
                 line.failures.append(f"{type(error).__name__}: {error}")
             lines.append(line)
+        lines += turned.verify_lines(mine, route, device, quick=quick, say=say)
     return lines, {route: reason for route, reason in missing.items() if all(line.route != route for line in lines)}
 
 
@@ -134,7 +138,9 @@ def examine_elsewhere(
     ]
 
 
-def _build_ahead(route: str, todo: Sequence[tuple[Op, Case]], device: torch.device) -> None:
+def _build_ahead(
+    route: str, todo: Sequence[tuple[Op, Case]], device: torch.device, more: Sequence[Variant] = ()
+) -> None:
     """Runs the C++ compilers of a route side by side: one kernel after the other, they are most of the time.
 
     What fails here fails again, and is reported, where the kernel is called.
@@ -149,7 +155,7 @@ def _build_ahead(route: str, todo: Sequence[tuple[Op, Case]], device: torch.devi
         except Exception as error:
             return error
 
-    variants = []
+    variants = [*more]
     for op, case in todo:
         problem = make_problem(op, case, 2, 8, device)
         variants.append(normalise(op, problem.program, [problem.given.get(o.name) for o in op.operands])[0])
@@ -194,7 +200,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command. Returns 0 if every promise held, 1 if one was broken, 2 if nothing could be checked."""
     ops, routes = (tuple(filter(None, text.split(","))) for text in (args.ops, args.routes))
-    for asked, known, what in ((ops, tuple(operators()), "operator"), (routes, ROUTES, "route")):
+    known_ops = (*operators(), *turned.operators())
+    for asked, known, what in ((ops, known_ops, "operator"), (routes, ROUTES, "route")):
         for name in asked:
             if name not in known:
                 print(f"flashnorm verify: no {what} {name!r}; there are {', '.join(known)}", file=sys.stderr)

@@ -22,7 +22,7 @@ void launch_qk(const Program& program, const QkOperands& operands, bool) {
   QkPlan plan = pick_qk<Program>(forced.device, operands.tokens(), program.layout, operands.whole());
   if (forced.plan.threads != 0) plan = forced.plan;
   const QkLaunch<Program> launch = qk_launch<Program>(plan, program.layout);
-  const QkGrid grid(operands.inner(), program.layout);
+  const QkGrid grid(operands.inner(), program, plan.threads);
   for (int64_t token = 0; token < operands.tokens(); ++token) {
     emulation::run_cluster(unsigned(token), 1, {unsigned(plan.threads), 1, 1}, launch.shared_bytes,
                            [&] { launch.kernel(program, grid); });

@@ -18,6 +18,17 @@ const DeviceFacts& qk_device(int device) {
   });
 }
 
+#ifdef FLASHNORM_TUNING
+// Tuning builds only (benchmarks/tune_qk.py): a plan from outside instead of `pick_qk`'s; no threads for its own.
+inline QkPlan& forced_qk_plan() {
+  static QkPlan plan{};
+  return plan;
+}
+inline void force_plan(int threads, int lanes, int groups, bool staged) {
+  forced_qk_plan() = {threads, lanes, Groups(groups), staged};
+}
+#endif
+
 template <class Program>
 void launch_qk(const Program& program, const QkOperands& operands, bool enable_pdl) {
   if (operands.device().device_type != kDLCUDA) TVM_FFI_THROW(ValueError) << "the tensors are not on a CUDA device";
@@ -27,12 +38,20 @@ void launch_qk(const Program& program, const QkOperands& operands, bool enable_p
   const int device = operands.device().device_id;
   const DeviceGuard guard(device);
   const DeviceFacts& facts = qk_device<Program>(device);
-  const QkPlan plan = pick_qk<Program>(facts, tokens, program.layout, operands.whole());
+  QkPlan plan = pick_qk<Program>(facts, tokens, program.layout, operands.whole());
+#ifdef FLASHNORM_TUNING
+  if (forced_qk_plan().threads > 0) plan = forced_qk_plan();
+#endif
   const QkLaunch<Program> launch = qk_launch<Program>(plan, program.layout);
 
-  const QkGrid grid(operands.inner(), program.layout);
+  const QkGrid grid(operands.inner(), program, plan.threads);
   const LaunchShape shape{tokens, dim3(unsigned(plan.threads)), launch.shared_bytes, 1, enable_pdl && facts.sm >= 90};
   launch_kernel(launch.kernel, program, grid, shape, device);
 }
 
 }  // namespace flashnorm
+
+#ifdef FLASHNORM_TUNING
+#include <tvm/ffi/function.h>
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(force_plan, flashnorm::force_plan)
+#endif

@@ -72,6 +72,7 @@ class QkOperands {
     }
     const GainRef<T> ref{Operands::pointer<const T>(t), t.size(0) > 1 ? t.stride(0) : 0};
     align(ref.ptr, {ref.head_stride});
+    keep_near(ref.head_stride, layout_.heads[part]);
     return ref;
   }
 
@@ -86,6 +87,7 @@ class QkOperands {
     const HeadsRef<T> ref{Operands::pointer<T>(t), rank == 2 && t.size(0) > 1 ? t.stride(0) : 0,
                           t.size(rank - 1) > 1 ? t.stride(rank - 1) : 0, n > 1 ? t.stride(rank) : 0};
     align(ref.ptr, {ref.outer_stride, ref.inner_stride, ref.head_stride});
+    keep_near(ref.head_stride, n);
     return ref;
   }
 
@@ -101,6 +103,10 @@ class QkOperands {
     constexpr uint64_t kBytes = kGroup * sizeof(T) < 16 ? kGroup * sizeof(T) : 16;
     whole_ = whole_ && reinterpret_cast<uintptr_t>(ptr) % kBytes == 0;
     for (const int64_t stride : strides) whole_ = whole_ && stride % kGroup == 0;
+  }
+  // Heads of a token that 32 bits do not reach are no whole groups: the kernels for those have no 64-bit products.
+  void keep_near(int64_t head_stride, int heads) {
+    whole_ = whole_ && head_stride <= (0x7FFFFFFF - kMaxHeadDim) / (heads > 1 ? heads : 1);
   }
   void refuse(int index) const {
     TVM_FFI_THROW(ValueError) << "operand " << index << " does not fit the layout that the kernel was bound with";

@@ -3,6 +3,7 @@
 
 #include "../access.cuh"
 
+#include "../reduce.cuh"
 #include "tile.cuh"
 
 namespace flashnorm {
@@ -17,8 +18,18 @@ class QkPlace {
   using Out = typename Program::Out;
   static constexpr int kThreads = Tile::kThreads;
   static constexpr int kUnit = Tile::kWhole ? kGroup : 1;  // elements that are stored together
+  static constexpr int kStep = kThreads * kUnit;           // from one of a thread's units to the next
+  static constexpr int kFlight = Tile::kWhole ? 4 : 1;     // units that a thread moves at a time
   static constexpr bool kInterleave = Program::Options::kInterleave;
   static constexpr Scope kScope = Program::Options::kScope;
+  // Groups of Q or K that a thread finishes together: addresses are constants away from each other, and weights, of
+  // which NeoX needs two, are read together where registers are left. Whether a batch is all that a thread has of Q and
+  // of K: plans see to it that a lane of a sum has one group, but where there are as many lanes as there can be.
+  static constexpr bool kSums = kScope == Scope::kHidden;
+  static constexpr int kMost = kInterleave ? 4 : kThreads < 512 ? 2 : 1;
+  static constexpr int kBatch = !Tile::kSteady ? 1 : kSums && Tile::kLanes < kMost ? Tile::kLanes : kMost;
+  static constexpr bool kOnce =
+      Tile::kSteady && kSums && Tile::kLanes == kBatch && kThreads * Tile::kLanes < kMaxLanes;
 
   FN_DEVICE QkPlace(const Program& program, const QkGrid& grid)
       : program_(program), layout_(program.layout), grid_(grid) {
@@ -26,13 +37,12 @@ class QkPlace {
     row_ = {outer, token - outer * grid.inner.divisor, token};
     thread_ = threadIdx.x;
     // Only once: what follows is additions.
-    const int head_dim = layout_.head_dim, first = thread_ * kUnit, all = kThreads * kUnit;
+    const int head_dim = layout_.head_dim, first = thread_ * kUnit;
     if constexpr (Tile::kSteady) {
       first_ = {first >> grid.head_shift, first & (head_dim - 1)};
-      step_ = {all >> grid.head_shift, 0};
     } else {
       first_ = {first / head_dim, first % head_dim};
-      step_ = {all / head_dim, all % head_dim};
+      step_ = {kStep / head_dim, kStep % head_dim};
     }
     cos_ = reinterpret_cast<float*>(dynamic_shared());
     sin_ = cos_ + table_pairs(layout_);
@@ -55,19 +65,26 @@ class QkPlace {
     Out* out;
     const W* weight = nullptr;
 
+    // Whole groups lie so near that 32 bits hold it (QkOperands::whole).
+    FN_DEVICE static auto offset(int64_t head_stride, const Walk& to) {
+      using Int = std::conditional_t<Tile::kWhole, int, int64_t>;
+      return to.head * Int(head_stride) + to.channel;
+    }
     FN_DEVICE explicit Cursor(const QkPlace& token) { go(token, token.first_); }
     FN_DEVICE void go(const QkPlace& token, const Walk& to) {
       walk = to;
-      out = token.program_.out[kPart].at(token.row_, to.head) + to.channel;
-      if constexpr (!std::is_void_v<W>) weight = token.program_.template weight<kPart>().at(to.head) + to.channel;
+      const auto& heads = token.program_.out[kPart];
+      out = heads.token(token.row_) + offset(heads.head_stride, to);
+      if constexpr (!std::is_void_v<W>) {
+        const auto& gain = token.program_.template weight<kPart>();
+        weight = gain.ptr + offset(gain.head_stride, to);
+      }
     }
     // To the thread's next unit.
     FN_DEVICE void next(const QkPlace& token) {
       if constexpr (Tile::kSteady) {
-        out += token.step_.head * token.program_.out[kPart].head_stride;
-        if constexpr (!std::is_void_v<W>) {
-          weight += token.step_.head * token.program_.template weight<kPart>().head_stride;
-        }
+        out += token.grid_.out_step[kPart];
+        if constexpr (!std::is_void_v<W>) weight += token.grid_.weight_step[kPart];
       } else {
         walk.step(token.step_, token.layout_.head_dim);
         go(token, walk);
@@ -78,6 +95,7 @@ class QkPlace {
   // ---------------------------------------------------------------- sines and cosines
   FN_DEVICE void compute_turns() {
     const GridPlace place = grid_.place(uint32_t(row_.number));
+    FN_KEEP_LOOP
     for (int p = thread_; p < layout_.pairs(); p += kThreads) {
       const Turn turn = turn_of(float(place.position(layout_, p)), layout_.frequency[p]);
       cos_[p] = turn.cos;
@@ -89,6 +107,7 @@ class QkPlace {
     lost_ = !program_.cos_sin.has(index);
     if (lost_) return;
     const float* from = program_.cos_sin.row(index);
+    FN_KEEP_LOOP
     for (int p = thread_; p < layout_.pairs(); p += kThreads) {
       cos_[p] = from[p];
       sin_[p] = from[layout_.pairs() + p];
@@ -126,14 +145,22 @@ class QkPlace {
         const X* from = x_ + layout_.start(part);
         X* to = staged_ + layout_.start(part);
         const int count = layout_.width(part);
-        for (int i = thread_ * kUnit; i < count; i += kThreads * kUnit) {
-          if constexpr (Tile::kWhole) {
-            start_copy(reinterpret_cast<uint4*>(to + i), reinterpret_cast<const uint4*>(from + i));
-          } else {
-            to[i] = from[i];
+        FN_KEEP_LOOP
+        for (int i = thread_ * kUnit; i < count; i += kFlight * kStep) {
+          FN_UNROLL
+          for (int k = 0; k < kFlight; ++k) {
+            if (i + k * kStep < count) bring(to + i + k * kStep, from + i + k * kStep);
           }
+          if constexpr (kOnce) break;
         }
       }
+    }
+  }
+  FN_DEVICE static void bring(X* to, const X* from) {
+    if constexpr (Tile::kWhole) {
+      start_copy(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4*>(from));
+    } else {
+      *to = *from;
     }
   }
   FN_DEVICE const X* element(int i) const {
@@ -160,8 +187,8 @@ class QkPlace {
   const QkGrid& grid_;
   Row row_;
   int thread_;
-  Walk first_;  // this thread's first unit of a part
-  Walk step_;   // and how far it is to the next one
+  Walk first_;      // this thread's first unit of a part
+  Walk step_ = {};  // and how far it is to the next one, where groups are not steady
   float* cos_;
   float* sin_;
   X* staged_;

@@ -27,24 +27,44 @@ struct QkTiles {
   }
 };
 
+template <class... Each, class... More>
+QkTiles<Each..., More...> joined(QkTiles<Each...>, QkTiles<More...>);
+
+// Tuning builds only (benchmarks/tune_qk.py): what the plans of steady groups are compared with.
+#ifdef FLASHNORM_TUNING
+using QkTrialSums = QkTiles<QkTile<32, 8, Groups::kSteady, true>, QkTile<64, 8, Groups::kSteady, true>,
+                            QkTile<128, 2, Groups::kSteady, true>>;
+using QkTrials = QkTiles<QkTile<32, 1, Groups::kSteady, true>>;
+#else
+using QkTrialSums = QkTiles<>;
+using QkTrials = QkTiles<>;
+#endif
+
 // 1024 lanes at the most. A tile of fewer has a group for each of them; elsewhere lanes say nothing.
-template <class Program>
-using QkTilesOf = std::conditional_t<
-    Program::Options::kScope == Scope::kHidden,
-    QkTiles<QkTile<128, 2, Groups::kSteady, true>, QkTile<128, 4, Groups::kSteady, true>,
-            QkTile<128, 8, Groups::kSteady, true>, QkTile<512, 2, Groups::kSteady, true>,
+using QkSumTiles =
+    QkTiles<QkTile<32, 4, Groups::kSteady, true>, QkTile<64, 4, Groups::kSteady, true>,
+            QkTile<128, 4, Groups::kSteady, true>, QkTile<128, 8, Groups::kSteady, true>,
+            QkTile<512, 2, Groups::kSteady, true>, QkTile<64, 4, Groups::kWhole, true>,
             QkTile<128, 8, Groups::kWhole, true>, QkTile<512, 2, Groups::kWhole, true>,
             QkTile<512, 2, Groups::kWhole, false>, QkTile<128, 8, Groups::kLoose, true>,
-            QkTile<512, 2, Groups::kLoose, false>>,
-    QkTiles<QkTile<128, 1, Groups::kSteady, true>, QkTile<512, 1, Groups::kSteady, true>,
-            QkTile<128, 1, Groups::kWhole, true>, QkTile<512, 1, Groups::kWhole, true>,
-            QkTile<512, 1, Groups::kWhole, false>, QkTile<128, 1, Groups::kLoose, true>,
-            QkTile<512, 1, Groups::kLoose, false>>>;
+            QkTile<512, 2, Groups::kLoose, false>>;
+using QkOtherTiles = QkTiles<QkTile<64, 1, Groups::kSteady, true>, QkTile<128, 1, Groups::kSteady, true>,
+                             QkTile<512, 1, Groups::kSteady, true>, QkTile<128, 1, Groups::kWhole, true>,
+                             QkTile<512, 1, Groups::kWhole, true>, QkTile<512, 1, Groups::kWhole, false>,
+                             QkTile<128, 1, Groups::kLoose, true>, QkTile<512, 1, Groups::kLoose, false>>;
+template <class Program>
+using QkTilesOf =
+    std::conditional_t<Program::Options::kScope == Scope::kHidden, decltype(joined(QkSumTiles{}, QkTrialSums{})),
+                       decltype(joined(QkOtherTiles{}, QkTrials{}))>;
 
 // Whether groups of 8 elements are never split by a head, or by what turns.
 template <class Program>
 bool whole_groups(const QkLayout& layout) {
   return layout.head_dim % kGroup == 0 && layout.rotary_dim % (Program::Options::kInterleave ? kGroup : 2 * kGroup) == 0;
+}
+
+inline int widest(const QkLayout& layout) {
+  return layout.width(kQ) > layout.width(kK) ? layout.width(kQ) : layout.width(kK);
 }
 
 template <class Program>
@@ -61,10 +81,13 @@ QkPlan pick_qk(const DeviceFacts& device, int64_t tokens, const QkLayout& layout
   const bool wide = tokens <= device.processors || bytes > 48 * 1024;
   const bool steady = (layout.head_dim & (layout.head_dim - 1)) == 0 && layout.head_dim <= 32 * kGroup;
   if (wide) return {512, kSums ? 2 : 1, steady ? Groups::kSteady : groups, true};
-  if (!kSums) return {128, 1, steady ? Groups::kSteady : groups, true};
-  if (!steady) return {128, 8, groups, true};
-  const int lanes = lanes_of(layout.width(kQ) > layout.width(kK) ? layout.width(kQ) : layout.width(kK));
-  return {128, lanes <= 256 ? 2 : lanes <= 512 ? 4 : 8, Groups::kSteady, true};
+  // What a thread does once for a token costs as much as five groups of 8: as many threads as have two to four groups
+  // of Q and of K each. 12 heads of 128 are three on 64 threads, where they would be one and a half on 128.
+  const int lanes = lanes_of(widest(layout));
+  if (!kSums) return {steady && lanes <= 256 ? 64 : 128, 1, steady ? Groups::kSteady : groups, true};
+  if (!steady) return {lanes <= 256 ? 64 : 128, lanes <= 256 ? 4 : 8, groups, true};
+  const int threads = lanes <= 128 ? 32 : lanes <= 256 ? 64 : 128;
+  return {threads, lanes <= 512 ? 4 : 8, Groups::kSteady, true};
 }
 
 template <class Program>
@@ -83,7 +106,8 @@ QkLaunch<Program> qk_launch(const QkPlan& plan, const QkLayout& layout) {
       launch.kernel = qk_norm_rope<Program, Tile>;
     }
   });
-  if (launch.kernel == nullptr) {
+  const bool few = plan.threads * plan.lanes < kMaxLanes && plan.threads * plan.lanes < lanes_of(widest(layout));
+  if (launch.kernel == nullptr || (few && Program::Options::kScope == Scope::kHidden)) {
     TVM_FFI_THROW(RuntimeError) << "no kernel for " << plan.threads << " threads, " << plan.lanes << " lanes a thread";
   }
   launch.shared_bytes = table_bytes(layout);

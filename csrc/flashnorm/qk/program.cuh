@@ -63,9 +63,8 @@ struct HeadsRef {
   int64_t inner_stride;
   int64_t head_stride;
 
-  FN_HOST_DEVICE T* at(Row row, int head) const {
-    return ptr + row.outer * outer_stride + row.inner * inner_stride + head * head_stride;
-  }
+  FN_HOST_DEVICE T* token(Row row) const { return ptr + row.outer * outer_stride + row.inner * inner_stride; }
+  FN_HOST_DEVICE T* at(Row row, int head) const { return token(row) + head * head_stride; }
 };
 
 // A gain for every element of every head, or (stride 0) for every one of a head: a "gain" operand.
@@ -130,14 +129,15 @@ using WeightOf = std::conditional_t<!Program::kNormed, void,
 // weight.
 template <class Program, int kPart, int N>
 FN_HOST_DEVICE void normalize(float (&v)[N], const float (&gain)[N], float rstd) {
-  if constexpr (!Program::kNormed) return;
-  FN_UNROLL
-  for (int i = 0; i < N; ++i) v[i] = fp::mul(v[i], rstd);
-  if constexpr (!std::is_void_v<WeightOf<Program, kPart>>) {
+  if constexpr (Program::kNormed) {
     FN_UNROLL
-    for (int i = 0; i < N; ++i) v[i] = fp::mul(v[i], gain[i]);
+    for (int i = 0; i < N; ++i) v[i] = fp::mul(v[i], rstd);
+    if constexpr (!std::is_void_v<WeightOf<Program, kPart>>) {
+      FN_UNROLL
+      for (int i = 0; i < N; ++i) v[i] = fp::mul(v[i], gain[i]);
+    }
+    if constexpr (!Program::kCoded) round_to<typename Program::X>(v);
   }
-  if constexpr (!Program::kCoded) round_to<typename Program::X>(v);
 }
 
 // What becomes of a channel: its own value and its partner's, and the sine of the pair with its sign for this side of

@@ -34,8 +34,7 @@ struct Divisor {
     multiplier = uint32_t((uint64_t(1) << (31 + shift)) / by + 1);
   }
   FN_HOST_DEVICE uint32_t quotient(uint32_t n) const {
-    const uint64_t product = uint64_t(n) * multiplier;
-    return uint32_t(product >> 31 >> shift);
+    return uint32_t(uint64_t(2 * n) * multiplier >> 32) >> shift;  // the upper half of a product: one instruction
   }
 };
 
@@ -44,14 +43,24 @@ struct QkGrid {
   Divisor inner;  // tokens of one outer row
   Divisor sequence, plane, width;
   int head_shift;  // log2 of head_dim, where groups are steady
+  // There, how far it is from one of a thread's groups to the next, in results and in weights: a kernel that computed
+  // it would do so for every group.
+  int64_t out_step[kParts];
+  int64_t weight_step[2];
 
-  explicit QkGrid(int64_t tokens, const QkLayout& layout)
+  template <class Program>
+  QkGrid(int64_t tokens, const Program& program, int threads)
       : inner(uint32_t(tokens)),
-        sequence(uint32_t(layout.grid[0]) * layout.grid[1] * layout.grid[2]),
-        plane(uint32_t(layout.grid[1]) * layout.grid[2]),
-        width(uint32_t(layout.grid[2])),
-        head_shift(0) {
-    while ((1 << head_shift) < layout.head_dim) ++head_shift;
+        sequence(uint32_t(program.layout.grid[0]) * program.layout.grid[1] * program.layout.grid[2]),
+        plane(uint32_t(program.layout.grid[1]) * program.layout.grid[2]),
+        width(uint32_t(program.layout.grid[2])),
+        head_shift(0),
+        weight_step{} {
+    while ((1 << head_shift) < program.layout.head_dim) ++head_shift;
+    const int heads = threads * kGroup / program.layout.head_dim;
+    for (int part = kQ; part <= kV; ++part) out_step[part] = heads * program.out[part].head_stride;
+    if constexpr (!std::is_void_v<WeightOf<Program, kQ>>) weight_step[kQ] = heads * program.q_weight.head_stride;
+    if constexpr (!std::is_void_v<WeightOf<Program, kK>>) weight_step[kK] = heads * program.k_weight.head_stride;
   }
 
   // The token's place in the grid of its sequence.
