@@ -33,9 +33,12 @@ import torch
 
 import flashnorm
 from flashnorm.core import device as devices
+from flashnorm.core import plan
+from flashnorm.core.dispatch import MIN_SM
 
 INTERFACE = "0.7.2"  # the version of FlashInfer whose signatures these are
 ROOT = "flashinfer"
+_WHY = "flashnorm stands in for flashinfer here, and has its norms alone (flashnorm.integrations.flashinfer)"
 
 _FP4 = ("rmsnorm_fp4quant", "add_rmsnorm_fp4quant")
 _DIT = (
@@ -77,7 +80,7 @@ CAKE = (
     "SUPPORTED_COMPUTE_CAPABILITIES",
     "route_key",
 )
-CAKE_AT_TOP = (*CAKE[:5], "is_cake_rmsnorm_train_supported")
+CAKE_AT_TOP = (*CAKE[:6], "is_cake_rmsnorm_train_supported")
 
 
 # ------------------------------------------------------------------ helpers that code around norms asks for
@@ -101,6 +104,29 @@ def is_cute_dsl_available() -> bool:
     from flashnorm.core.tools import tools
 
     return tools().dsl is None
+
+
+def is_cute_dsl_arch_supported(major: int, minor: int) -> bool:
+    """True for every device that has a route of kernels: where the CuTe DSL cannot target it, CUDA C++ serves."""
+    return 10 * major + minor >= MIN_SM["cuda"]
+
+
+def round_up(x: int, y: int) -> int:
+    """The next multiple of y."""
+    return -(-x // y) * y
+
+
+class MissingJITCacheError(RuntimeError):
+    """FlashInfer's, for code that catches it. Never raised: what may not be built raises flashnorm's own error."""
+
+
+def gen_jit_spec(name: str, *args: Any, **kwargs: Any) -> Any:
+    """There is no building FlashInfer's sources here.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(f"gen_jit_spec({name!r}): {_WHY}; gen_norm_module() has the kernels of flashnorm itself")
 
 
 def build_jit_specs(specs: Iterable[Any], verbose: bool = False, skip_prebuilt: bool = False) -> None:
@@ -135,24 +161,28 @@ def _found(names: Sequence[str], source: Any = flashnorm) -> dict[str, Any]:
 def contents() -> dict[str, dict[str, Any]]:
     """Module -> name -> object, of all that this version of flashnorm has."""
     norms, fp4 = _found(NORMS), _found(_FP4)
+    building = {f.__name__: f for f in (build_jit_specs, gen_jit_spec, MissingJITCacheError)}
+    dsl = {f.__name__: f for f in (is_cute_dsl_available, is_cute_dsl_arch_supported)}
     made: dict[str, dict[str, Any]] = {
         f"{ROOT}.norm": norms,
         f"{ROOT}.utils": {
             "get_compute_capability": get_compute_capability,
             "device_support_pdl": device_support_pdl,
+            "round_up": round_up,
         },
-        f"{ROOT}.jit": {"gen_norm_module": flashnorm.gen_norm_module, "build_jit_specs": build_jit_specs},
+        f"{ROOT}.jit": {"gen_norm_module": flashnorm.gen_norm_module, **building},
+        f"{ROOT}.jit.core": building,
         f"{ROOT}.jit.norm": {"gen_norm_module": flashnorm.gen_norm_module},
         f"{ROOT}.jit.env": {"has_flashinfer_jit_cache": has_flashinfer_jit_cache},
         f"{ROOT}.cute_dsl": {**fp4, "is_cute_dsl_available": is_cute_dsl_available},
-        f"{ROOT}.cute_dsl.utils": {"is_cute_dsl_available": is_cute_dsl_available},
+        f"{ROOT}.cute_dsl.utils": dsl,
         f"{ROOT}.cute_dsl.rmsnorm_fp4quant": _found(_FP4[:1]),
         f"{ROOT}.cute_dsl.add_rmsnorm_fp4quant": _found(_FP4[1:]),
     }
     top = dict(norms)
-    dit = _found(_DIT)
-    if dit:
-        made[f"{ROOT}.diffusion_ops"] = dit
+    diffusion = {name: norms[name] for name in (*_DIT, "fused_qk_rmsnorm_rope") if name in norms}
+    if diffusion:
+        made[f"{ROOT}.diffusion_ops"] = diffusion
     if importlib.util.find_spec("flashnorm.cake_rmsnorm_train") is not None:
         cake = importlib.import_module("flashnorm.cake_rmsnorm_train")
         made[f"{ROOT}.cake_rmsnorm_train"] = _found(CAKE, cake)
@@ -178,8 +208,34 @@ def _loader(cake: Any) -> dict[str, Any]:
         """Whether a call has a kernel."""
         return tuple(device_capability) in names and kind in ("fwd", "bwd") and hidden >= 1
 
-    made = {f.__name__: f for f in (arch_for_capability, specs_for_arch, route_applies)}
-    return {**_found(("ARCHES", "SUPPORTED_COMPUTE_CAPABILITIES", "route_key"), cake), **made}
+    def route_modules(arch: str, hidden: int, kind: str, residual: bool = False) -> tuple[str, ...]:
+        """The modules of a call: one, which has the kernels of every number of rows."""
+        return (cake.route_key(hidden, kind, residual),)
+
+    def selected_modules(arch: str, hidden: int, kind: str, residual: bool = False, *, rows: int) -> tuple[str, ...]:
+        """Those of them that serve a number of rows."""
+        return route_modules(arch, hidden, kind, residual)
+
+    functions = (arch_for_capability, specs_for_arch, route_applies, route_modules, selected_modules)
+    made = {f.__name__: f for f in functions}
+    kept = _found(("ARCHES", "SUPPORTED_COMPUTE_CAPABILITIES", "route_key"), cake)
+    return {**kept, **made, "MODULES": _Modules(), "load": _Loaded()}
+
+
+class _Modules(dict[str, dict[str, Any]]):
+    """Facts about a module, by its name: none is for some numbers of rows alone."""
+
+    def __missing__(self, name: str) -> dict[str, Any]:
+        return {"select_rule": None}
+
+
+class _Loaded:
+    """What a cache of loaded modules says of itself: as many misses as kernels were made ready in this process."""
+
+    @staticmethod
+    def cache_info() -> functools._CacheInfo:
+        count = plan.kernels_ready()
+        return functools._CacheInfo(hits=0, misses=count, maxsize=None, currsize=count)
 
 
 class _StandIn(ModuleType):
@@ -188,10 +244,7 @@ class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(
-            f"{self.__name__}.{name}: flashnorm stands in for flashinfer here, and has its norms alone "
-            "(flashnorm.integrations.flashinfer)"
-        )
+        raise AttributeError(f"{self.__name__}.{name}: {_WHY}")
 
 
 class _Finder:
@@ -200,11 +253,7 @@ class _Finder:
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         if _mine(name) and isinstance(sys.modules.get(ROOT), _StandIn):
-            raise ModuleNotFoundError(
-                f"No module named {name!r}: flashnorm stands in for flashinfer here, and has its norms alone "
-                "(flashnorm.integrations.flashinfer)",
-                name=name,
-            )
+            raise ModuleNotFoundError(f"No module named {name!r}: {_WHY}", name=name)
 
 
 def _mine(name: str) -> bool:
