@@ -1,4 +1,4 @@
-"""For pytest: FlashInfer's test files, unchanged, on flashnorm under FlashInfer's name (`flashinfer_tests.py` starts it).
+"""For pytest: FlashInfer's test files, unchanged, on flashnorm under its name (`flashinfer_tests.py` starts it).
 
 It installs `flashnorm.integrations.flashinfer`, lets the files have the plain Python helpers of their checkout (the
 templates of `flashinfer.trace`, a table of NVFP4), and can tell them two things that are not so:
@@ -128,9 +128,11 @@ def _on_cpu(checkout: Path) -> None:
         owner.to = _moved(owner.to)  # type: ignore[method-assign]
         owner.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.Generator = _Generator  # type: ignore[misc]
-    for module in ("flashinfer", "flashinfer.cake_rmsnorm_train"):  # Cake's functions that take a device
-        for name, place in DEVICES.items():
-            setattr(sys.modules[module], name, _redirected(getattr(sys.modules[module], name), place))
+    top, cake = sys.modules["flashinfer"], sys.modules["flashinfer.cake_rmsnorm_train"]
+    for name, place in DEVICES.items():  # Cake's functions that take a device
+        made = _redirected(getattr(cake, name), place)
+        for module in (top, cake):
+            setattr(module, name, made)
     nothing = dict.fromkeys(("synchronize", "empty_cache"), lambda *_: None)
     # No memory: what needs more than 4 GiB of it is skipped.
     more = {"is_available": lambda: True, "device_count": lambda: 1, "mem_get_info": lambda *_: (0, 0)}

@@ -11,8 +11,9 @@ or, for a program or a test file as it stands:
 
 What is there are FlashInfer's norms, with its names, argument order and defaults (0.7.2), and the few helpers that
 code around norms asks for. Everything else of FlashInfer is missing: importing it raises, and says why. The functions
-are flashnorm's own, so its contract holds where the two differ: wrong arguments raise ValueError or TypeError, and
-shapes, dtypes and devices that FlashInfer refuses are served.
+call flashnorm's own, so its contract holds where the two differ: wrong arguments raise ValueError or TypeError, and
+shapes, dtypes and devices that FlashInfer refuses are served. Where flashnorm would refuse a call because a gradient
+would be lost, it is lost, as in FlashInfer.
 
 Operators that this version of flashnorm lacks are left out.
 """
@@ -22,6 +23,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
+import logging
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +43,9 @@ INTERFACE = "0.7.2"  # the version of FlashInfer whose signatures these are
 ROOT = "flashinfer"
 _WHY = "flashnorm stands in for flashinfer here, and has its norms alone (flashnorm.integrations.flashinfer)"
 
+DIFFERENTIABLE = ("rmsnorm", "gemma_rmsnorm", "layernorm")  # here; FlashInfer records no gradient of any
+log = logging.getLogger("flashnorm")
+_said: set[str] = set()
 _FP4 = ("rmsnorm_fp4quant", "add_rmsnorm_fp4quant")
 _DIT = (
     "fused_dit_gate_residual_layernorm_gamma_beta",
@@ -68,6 +74,7 @@ NORMS = (
     "supports_rmsnorm_sigmoid_gate",
     "gen_norm_module",
 )
+_NO_NORMS = tuple(name for name in NORMS if name.startswith(("supports_", "gen_")))
 CAKE = (
     "cake_rmsnorm",
     "cake_rmsnorm_train_forward",
@@ -150,9 +157,40 @@ def _without_skip_check(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _unrecorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As in FlashInfer, a call records no gradient, and Parameters may be handed over outside of `torch.no_grad()`.
+
+    flashnorm itself refuses such calls: a gradient would be lost. Here it is said once, on the logger "flashnorm".
+    Functions that flashnorm differentiates stay so, but for calls with `out`, of which it records none.
+    """
+    names = tuple(inspect.signature(function).parameters)
+    out = names.index("out") if function.__name__ in DIFFERENTIABLE else None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if out is not None and (args[out] if len(args) > out else kwargs.get("out")) is None:
+            return function(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            _say_unrecorded(function.__name__, (*args, *kwargs.values()))
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _say_unrecorded(name: str, values: Iterable[Any]) -> None:
+    if name not in _said and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values):
+        _said.add(name)
+        log.warning("flashinfer.%s records no gradient, and an argument requires one", name)
+
+
 # ------------------------------------------------------------------ the modules
 def _found(names: Sequence[str], source: Any = flashnorm) -> dict[str, Any]:
     found = {name: getattr(source, name) for name in names if hasattr(source, name)}
+    if source is flashnorm:
+        found = {name: f if name in _NO_NORMS else _unrecorded(f) for name, f in found.items()}
     if "fused_qk_rmsnorm_rope" in found:
         found["fused_qk_rmsnorm_rope"] = _without_skip_check(found["fused_qk_rmsnorm_rope"])
     return found
@@ -160,7 +198,8 @@ def _found(names: Sequence[str], source: Any = flashnorm) -> dict[str, Any]:
 
 def contents() -> dict[str, dict[str, Any]]:
     """Module -> name -> object, of all that this version of flashnorm has."""
-    norms, fp4 = _found(NORMS), _found(_FP4)
+    norms = _found(NORMS)
+    fp4 = {name: norms[name] for name in _FP4 if name in norms}
     building = {f.__name__: f for f in (build_jit_specs, gen_jit_spec, MissingJITCacheError)}
     dsl = {f.__name__: f for f in (is_cute_dsl_available, is_cute_dsl_arch_supported)}
     made: dict[str, dict[str, Any]] = {
@@ -176,8 +215,8 @@ def contents() -> dict[str, dict[str, Any]]:
         f"{ROOT}.jit.env": {"has_flashinfer_jit_cache": has_flashinfer_jit_cache},
         f"{ROOT}.cute_dsl": {**fp4, "is_cute_dsl_available": is_cute_dsl_available},
         f"{ROOT}.cute_dsl.utils": dsl,
-        f"{ROOT}.cute_dsl.rmsnorm_fp4quant": _found(_FP4[:1]),
-        f"{ROOT}.cute_dsl.add_rmsnorm_fp4quant": _found(_FP4[1:]),
+        f"{ROOT}.cute_dsl.rmsnorm_fp4quant": {name: fp4[name] for name in _FP4[:1] if name in fp4},
+        f"{ROOT}.cute_dsl.add_rmsnorm_fp4quant": {name: fp4[name] for name in _FP4[1:] if name in fp4},
     }
     top = dict(norms)
     diffusion = {name: norms[name] for name in (*_DIT, "fused_qk_rmsnorm_rope") if name in norms}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashnorm.core.op import ALL, Op
+from flashnorm.core.op import ALL, OPS, Op
 from flashnorm.program import FLOATS, FP8, BlockScales, Operand, QuantBlocks, QuantNvfp4, RowProgram, Stage
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -68,12 +68,12 @@ Shapes = tuple[tuple[int, int], ...]
 
 
 def operators() -> dict[str, Op]:
-    """What calls outside of a compiler run: all but the forms that compilers get. What builds faster comes first.
+    """What calls outside of a compiler run: all but what compilers alone get. What builds faster comes first.
 
     The model reads row programs: what is none has no part in it.
     """
     compiled = {op.functional.name for op in ALL.values() if op.functional is not None}
-    mine = [op for name, op in ALL.items() if name not in compiled and op.by_rows]
+    mine = [op for name, op in ALL.items() if (name not in compiled or name in OPS) and op.by_rows]
     return {op.name: op for op in sorted(mine, key=lambda op: (quantised(op), _has(op, "bias"), _has(op, "residual")))}
 
 
