@@ -26,6 +26,7 @@ from flashnorm.verify.cases import Case
 from flashnorm.verify.problem import make_problem
 
 Todo = tuple[Op, Case]
+COMPILED = ("cuda", "cpu")  # routes that run compilers of their own
 SECONDS = 10.0  # between two lines of progress where nobody looks at a terminal
 
 
@@ -47,7 +48,7 @@ class Builds:
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: list[Future[object] | None] = [None] * len(todo)
         self.built, self.total = 0, 0
-        if route not in ("cuda", "cpu") or settings.disable_jit:
+        if route not in COMPILED or settings.disable_jit:
             return
         target = plan.target_of(devices.facts(device))
         found: dict[Any, Future[object]] = {}
