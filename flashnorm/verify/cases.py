@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashnorm.core.op import ALL, OPS, Op
-from flashnorm.program import FLOATS, FP8, BlockScales, Operand, QuantBlocks, QuantNvfp4, RowProgram, Stage
+from flashnorm.program import FLOATS, FP8, AddResidual, BlockScales, Operand, QuantBlocks, QuantNvfp4, RowProgram, Stage
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -109,7 +109,9 @@ def chosen(
 
 
 def apart(stage: Stage) -> Stage:
-    """A stage apart from where its scales lie."""
+    """A stage apart from where its scales lie, and where its sum goes."""
+    if isinstance(stage, AddResidual):
+        return replace(stage, dst="residual")
     return replace(stage, layout="rows") if isinstance(stage, (QuantBlocks, QuantNvfp4)) else stage
 
 
