@@ -77,6 +77,9 @@ def versions() -> str:
         if found:
             rows.append((found[1], found[2].strip() or "any"))
     table = "\n".join(f"| {name} | {wanted.replace(',', ', ')} |" for name, wanted in rows)
+    drop_in = (ROOT / "flashnorm" / "integrations" / "flashinfer.py").read_text(encoding="utf-8")
+    interface = re.search(r'^INTERFACE = "(.*)"', drop_in, re.MULTILINE)
+    assert interface
     head = "# Supported versions\n\n| what | accepted |\n|---|---|\n"
     return (
         f"{head}{table}\n\nThis version was tested with {tested[1]}.\n\n"
@@ -85,6 +88,11 @@ def versions() -> str:
         "| `cuda` | an NVIDIA GPU from sm_75 on, nvcc 12.0 or newer (of a toolkit or of wheels) and a host compiler |\n"
         "| `cpu` | x86-64 with AVX2 and FMA, or AArch64; g++ or clang++ with C++17 |\n"
         "| `torch` | PyTorch alone |\n\n"
+        "| interface of | version |\n|---|---|\n"
+        f"| FlashInfer's norms (`flashnorm.integrations.flashinfer`) | {interface[1]} |\n"
+        "| Liger-Kernel's norms (`flashnorm.nn`, `flashnorm.functional`) | 0.8.2 |\n"
+        "| Hugging Face transformers (`patch`) | 4.50 and newer |\n"
+        "| vLLM, SGLang | stand-ins of their plugin interfaces; no release is tested |\n\n"
         "What a machine lacks of all that is named by `python -m flashnorm doctor`.\n"
     )
 

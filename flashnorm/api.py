@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from flashnorm.config import settings
 from flashnorm.core import device as devices
 from flashnorm.core import dispatch, plan
-from flashnorm.core.op import OPS
+from flashnorm.core.op import ALL, OPS, Op
 from flashnorm.core.tools import tools
 from flashnorm.kernels.tile import BLACKWELL, NATIVE_FP8
 
@@ -38,7 +39,13 @@ def explain(op: str, *tensors: Any, **options: Any) -> dispatch.Explanation:
     first = next((value for value in bound.arguments.values() if isinstance(value, torch.Tensor)), None)
     if first is None:
         raise TypeError(f"{op}: explain needs at least one tensor")
-    return plan.explain(OPS[op], devices.facts(first.device))
+    return plan.explain(form_of(op, bound.arguments), devices.facts(first.device))
+
+
+def form_of(op: str, given: Mapping[str, Any]) -> Op:
+    """The operator that serves a public function's call: one of its own where rows are picked or widened."""
+    rows = any(given.get(name) is not None for name in ("row_index", "input_scale"))
+    return ALL.get(f"{op}_rows", OPS[op]) if rows else OPS[op]
 
 
 def capabilities(device: torch.device | str | None = None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from flashnorm import __main__ as cli
+from flashnorm.api import form_of
 from flashnorm.config import settings
 from flashnorm.core import checks, dispatch, layout, plan
 from flashnorm.core import device as devices
@@ -22,7 +23,7 @@ from flashnorm.core.op import OPS, Op
 from flashnorm.core.tools import tools
 from flashnorm.jit import toolchain
 from flashnorm.jit.env import JitError, Missing
-from flashnorm.program import Variant
+from flashnorm.program import FLOATS, Operand, Variant
 
 _NAMES = {
     "float32": ("fp32", "f32", "float32", "float"),
@@ -31,17 +32,20 @@ _NAMES = {
     "float8_e4m3fn": ("e4m3", "e4m3fn", "float8_e4m3fn"),
     "float8_e5m2": ("e5m2", "float8_e5m2"),
     "int8": ("int8",),
+    "int32": ("int32",),
+    "int64": ("int64",),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP", help=f"one of {', '.join(sorted(OPS))}")
     parser.add_argument("--shape", default="64x4096", metavar="MxH", help="of the input, any rank (default: 64x4096)")
-    parser.add_argument("--dtype", default="bf16", help="of the input: fp32, fp16 or bf16 (default: bf16)")
+    parser.add_argument("--dtype", default="bf16", help="of the input: fp32, fp16, bf16, of some int8 (default: bf16)")
     parser.add_argument("--weight-dtype", metavar="DTYPE", help="default: the input's; none: no weight")
     parser.add_argument("--bias-dtype", metavar="DTYPE", help="default: the weight's, or the input's; none: no bias")
     parser.add_argument("--residual-dtype", metavar="DTYPE", help="default: the input's")
     parser.add_argument("--out-dtype", metavar="DTYPE", help="of quantised outputs: e4m3, e5m2 or int8 (default: e4m3)")
+    parser.add_argument("--row-index", metavar="DTYPE", help="rows picked by an index: int32 or int64")
     parser.add_argument("--numerics", default="flashinfer", help="a rounding mode (default: flashinfer)")
     parser.add_argument(
         "--option",
@@ -77,7 +81,7 @@ def answer(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     if arguments.op not in OPS:
         raise ValueError(f"OP must be one of {', '.join(sorted(OPS))}, got {arguments.op!r}")
-    op = OPS[arguments.op]
+    op = _form(arguments)
     name, facts, here = _where(arguments)
     variant, dtypes = _variant(op, arguments)
     ready = frozenset(route for route in op.routes if _is_ready(route, op, variant, facts))
@@ -93,7 +97,7 @@ def answer(arguments: argparse.Namespace) -> dict[str, Any]:
         kernel = _kernel(route, variant, facts, here) if refusal is None or route in ready else None
         routes.append({"route": route, "chosen": chosen, "reason": reason, "kernel": kernel})
     return {
-        "op": op.name,
+        "op": op.called,
         "shape": list(_shape(arguments.shape)),
         "dtypes": dtypes,
         "numerics": arguments.numerics,
@@ -142,33 +146,60 @@ def _dtype(option: str, text: str, accepted: tuple[str, ...]) -> str:
     return dtype
 
 
+def _form(arguments: argparse.Namespace) -> Op:
+    """The operator behind the call: one of its own where rows are picked, or widened from int8."""
+    index, widened = getattr(arguments, "row_index", None), _is_int8(arguments)
+    op = form_of(arguments.op, {"row_index": index, "input_scale": widened or None})
+    if (index or widened) and op is OPS[arguments.op]:
+        raise ValueError(f"{op.called} takes no {'int8 rows' if widened else 'row_index'}")
+    return op
+
+
+def _is_int8(arguments: argparse.Namespace) -> bool:
+    return str(arguments.dtype).lower() in _NAMES["int8"]
+
+
 def _variant(op: Op, arguments: argparse.Namespace) -> tuple[Variant, dict[str, str]]:
     """The kernel variant of a contiguous call, and its dtypes by what users call the operands."""
     shape, asked = _shape(arguments.shape), vars(arguments)
     given = {name: asked[f"{name}_dtype"] for name in ("weight", "bias", "residual", "out")}
+    given["row_index"] = asked.get("row_index")
     known = {operand.name for operand in op.operands}
     for name, text in given.items():
         if text is not None and name not in known:
             raise ValueError(f"{op.name} takes no {name}")
     absent = {name for name in ("weight", "bias") if given[name] is not None and given[name].lower() == "none"}
-    absent |= {operand.name for operand in op.operands if operand.name in op.optional} - {"weight", "bias"}
+    there = {"weight", "bias", *(("row_index",) if given["row_index"] else ())}
+    there |= {"input_scale"} if _is_int8(arguments) else set()
+    absent |= {operand.name for operand in op.operands if operand.name in op.optional} - there
     options = _options(op, arguments)
     program = op.program(frozenset(known - absent), options)
     checks.check_present(op, [torch.empty(shape, device="meta") if o.name not in absent else None for o in op.operands])
     dtypes = {"x": _dtype("--dtype", arguments.dtype, program.operands()[0].dtypes)}
     for operand in program.operands()[1:]:
         text = given.get(operand.name)
-        first = dtypes["x"] if dtypes["x"] in operand.dtypes else operand.dtypes[0]
-        if operand.like is not None:
-            first = dtypes.get(operand.like, first)
-        elif operand.name == "bias":
-            first = dtypes.get("weight", first)
-        accepted = (first,) if operand.like is not None else operand.dtypes
-        dtypes[operand.name] = first if text is None else _dtype(f"--{operand.name}-dtype", text, accepted)
+        first, accepted = _dtypes_of(operand, dtypes)
+        option = "--row-index" if operand.name == "row_index" else f"--{operand.name}-dtype"
+        dtypes[operand.name] = first if text is None else _dtype(option, text, accepted)
     vec = layout.access_width(shape[-1], [(0, 1, (shape[-1],))])
     carried = tuple(operand.carried(dtypes[operand.name]) for operand in program.operands())
     variant = Variant(program, carried, shape[-1], vec=vec)
     return variant, {op.labels.get(name, name): dtype for name, dtype in dtypes.items()}
+
+
+def _dtypes_of(operand: Operand, before: dict[str, str]) -> tuple[str, tuple[str, ...]]:
+    """The dtype that an operand has where none is asked for, and those that it may have, by the operands before it."""
+    x = before["x"]
+    if x == "int8" and operand.like == "x":  # widened: the result is of the weight's dtype
+        return before.get("weight", "bfloat16"), FLOATS
+    if operand.like is not None:
+        first = before.get(operand.like, x)
+        return first, (first,)
+    if operand.name == "bias" and "weight" in before:
+        return before["weight"], operand.dtypes
+    if x == "int8" and operand.name == "weight":
+        return "bfloat16", operand.dtypes
+    return (x if x in operand.dtypes else operand.dtypes[0]), operand.dtypes
 
 
 def _options(op: Op, arguments: argparse.Namespace) -> dict[str, Any]:

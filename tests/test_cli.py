@@ -114,10 +114,11 @@ def test_explain_the_cpu(capsys):
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["softmax"], "OP must be one of add_rmsnorm_fp4quant,"),
+        (["softmax"], "OP must be one of add_layernorm, add_rmsnorm,"),
         (["rmsnorm", "--shape", "64*4096"], "--shape looks like 64x4096"),
         (["rmsnorm", "--shape", "2x300000"], "must be 1 to 262144, got 300000"),
-        (["rmsnorm", "--dtype", "int8"], "--dtype must be one of fp32, fp16, bf16, got 'int8'"),
+        (["layernorm", "--dtype", "int8"], "layernorm takes no int8 rows"),
+        (["rmsnorm", "--dtype", "e4m3"], "--dtype must be one of fp32, fp16, bf16, got 'e4m3'"),
         (["rmsnorm", "--residual-dtype", "bf16"], "rmsnorm takes no residual"),
         (["rmsnorm", "--out-dtype", "fp32"], "--out-dtype must be one of bf16, got 'fp32'"),
         (["layernorm_quant", "--out-dtype", "int8"], "--out-dtype must be one of e4m3, e5m2, got 'int8'"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import flashnorm
+from flashnorm import __main__ as cli
 from flashnorm.core import dispatch, op
 from flashnorm.core.device import DeviceFacts
 
@@ -135,7 +138,7 @@ def test_explain_is_asked_about_public_functions(name):
         assert set(dict(flashnorm.explain(name, x).reasons)) >= {"cute", "cuda"}
         assert name in flashnorm.capabilities("cpu")["routes"]
     else:
-        with pytest.raises(ValueError, match="op must be one of add_rmsnorm_fp4quant, add_rmsnorm_mxfp8_quant, "):
+        with pytest.raises(ValueError, match="op must be one of add_layernorm, add_rmsnorm, add_rmsnorm_fp4quant, "):
             flashnorm.explain(name, x)
 
 
@@ -145,3 +148,31 @@ def test_an_explanation_is_frozen_and_prints_a_line_a_route():
     assert len(str(explanation).splitlines()) == 4
     with pytest.raises(AttributeError):
         explanation.route = "cuda"
+
+
+def test_explain_is_asked_about_picked_and_widened_rows():
+    x, index = torch.ones(4, 64, dtype=torch.int8), torch.tensor([1, 0])
+    for options in ({"row_index": index}, {"input_scale": torch.ones(1)}):
+        assert flashnorm.explain("rmsnorm", x, None, **options).op == "rmsnorm_rows"
+        assert flashnorm.explain("gemma_rmsnorm_quant", x, x, None, 1.0, **options).op == "gemma_rmsnorm_quant_rows"
+    assert flashnorm.explain("rmsnorm", x.float(), None).op == "rmsnorm"
+    assert flashnorm.explain("add_rmsnorm", x.float(), x.float(), None).op == "add_rmsnorm"
+
+
+@pytest.mark.parametrize(
+    ("words", "dtypes"),
+    [
+        ("--dtype int8", {"input": "int8", "input_scale": "float32", "weight": "bfloat16", "out": "bfloat16"}),
+        (
+            "--dtype int8 --weight-dtype none --out-dtype fp16",
+            {"input": "int8", "input_scale": "float32", "out": "float16"},
+        ),
+        ("--row-index int32", {"input": "bfloat16", "row_index": "int32", "weight": "bfloat16", "out": "bfloat16"}),
+    ],
+)
+def test_the_command_explains_them_too(words, dtypes, capsys):
+    cli.main(["explain", "rmsnorm", "--arch", "sm_90a", "--json", *words.split()])
+    found = json.loads(capsys.readouterr().out)
+    assert found["op"] == "rmsnorm" and found["dtypes"] == dtypes
+    assert cli.main(["explain", "layernorm", *words.split()[:2]]) == 2
+    assert "layernorm takes no" in capsys.readouterr().err

@@ -207,3 +207,19 @@ def test_index_and_scale_are_looked_at_in_a_warm_call(kind: str, device: torch.d
                 got = flashnorm.rmsnorm(codes, None, input_scale=scale.to(device))
                 want = flashnorm.rmsnorm(codes.float() * scale.to(device), None)
                 assert_same_bits(got, want.to(torch.bfloat16), "int8")
+
+
+@pytest.mark.parametrize(
+    "name", ["rmsnorm_fp4quant", "rmsnorm_mxfp8_quant", "add_rmsnorm_fp4quant", "add_rmsnorm_mxfp8_quant"]
+)
+def test_a_number_is_no_flag_and_a_fraction_no_size(name: str, kind: str, device: torch.device) -> None:
+    """0 equals False, and 16.0 equals 16: neither is taken for it, cold or warm."""
+    x, weight = torch.ones(4, 64, device=device), torch.ones(64, device=device)
+    tensors = (x, x.clone(), weight) if name.startswith("add_") else (x, weight)
+    function = getattr(flashnorm, name)
+    wrong = [{"is_sf_swizzled_layout": 0}] + [{"block_size": 16.0}, {"block_size": True}] * ("fp4" in name)
+    for _ in range(2):
+        for options in wrong:
+            with pytest.raises((ValueError, TypeError), match=next(iter(options))):
+                function(*tensors, **options)
+        function(*tensors)

@@ -270,12 +270,13 @@ def test_what_is_installed():
         import flashinfer
         import flashinfer.norm
 
-        assert flashinfer.rmsnorm is flashinfer.norm.rmsnorm is flashnorm.rmsnorm
+        assert flashinfer.rmsnorm is flashinfer.norm.rmsnorm
+        assert flashinfer.rmsnorm.__wrapped__ is flashnorm.rmsnorm
         assert flashinfer.__version__ == integration.INTERFACE
         assert importlib.util.find_spec("flashinfer") is not None
         from flashinfer.cute_dsl import add_rmsnorm_fp4quant
 
-        assert add_rmsnorm_fp4quant is flashnorm.add_rmsnorm_fp4quant
+        assert add_rmsnorm_fp4quant.__wrapped__ is flashnorm.add_rmsnorm_fp4quant
         from flashinfer.jit.norm import gen_norm_module
 
         assert gen_norm_module is flashnorm.gen_norm_module
@@ -301,7 +302,7 @@ def test_undo_brings_back_what_was_there(monkeypatch):
         with integration.install():  # again is fine
             pass
         assert "flashinfer.norm" in sys.modules
-        assert importlib.import_module("flashinfer").rmsnorm is flashnorm.rmsnorm
+        assert importlib.import_module("flashinfer").rmsnorm.__wrapped__ is flashnorm.rmsnorm
         outer.undo()
         outer.undo()
     assert "flashinfer" not in sys.modules
@@ -318,7 +319,7 @@ def test_a_real_flashinfer_is_not_replaced_unasked(monkeypatch):
         integration.install()
     assert sys.modules["flashinfer"] is real
     with integration.install(replace=True):
-        assert importlib.import_module("flashinfer.norm").rmsnorm is flashnorm.rmsnorm
+        assert importlib.import_module("flashinfer.norm").rmsnorm.__wrapped__ is flashnorm.rmsnorm
     assert sys.modules["flashinfer"] is real
     assert sys.modules["flashinfer.norm"] is norm
     assert "flashinfer.utils" not in sys.modules
@@ -341,6 +342,33 @@ def test_training_is_found_where_there_is_any(monkeypatch):
         assert not loader.route_applies(device_capability=(7, 0), hidden=777, kind="fwd")
         flashinfer.jit.build_jit_specs(loader.specs_for_arch("sm_90a"), verbose=False)
         assert flashinfer.jit.env.has_flashinfer_jit_cache()
+
+
+def test_parameters_may_be_handed_over_outside_of_no_grad(caplog):
+    """FlashInfer records no gradient; flashnorm records one where it can, and says where it is lost."""
+    x, weight = torch.randn(4, 64), torch.nn.Parameter(torch.randn(64))
+    with pytest.raises(RuntimeError, match="requires grad"):
+        flashnorm.fused_add_rmsnorm(x.clone(), x.clone(), weight)
+    integration._said.clear()
+    with integration.install(), caplog.at_level("WARNING", logger="flashnorm"):
+        import flashinfer
+
+        for _ in range(2):
+            mine, residual = x.clone(), x.clone()
+            flashinfer.fused_add_rmsnorm(mine, residual, weight)
+        assert [r.message for r in caplog.records if "records no gradient" in r.message] == [
+            "flashinfer.fused_add_rmsnorm records no gradient, and an argument requires one"
+        ]
+        assert torch.equal(residual, x + x) and not mine.requires_grad
+        out = torch.empty_like(x)
+        assert flashinfer.rmsnorm(x, weight, out=out) is out and not out.requires_grad
+        assert flashinfer.rmsnorm(x, weight, 1e-6, out) is out
+        recorded = flashinfer.rmsnorm(x, weight)
+        assert recorded.requires_grad and torch.equal(recorded, out)
+        compiled = torch.compile(flashinfer.fused_add_rmsnorm, fullgraph=True, backend="eager")
+        again, residual = x.clone(), x.clone()
+        compiled(again, residual, weight)
+        assert torch.equal(again, mine)
 
 
 def test_one_keyword_more():

@@ -153,7 +153,7 @@ def test_a_transform_is_never_bypassed(transform, device):
         "grad": lambda: torch.func.grad(lambda a: call(a).sum())(x),
         "jvp": lambda: torch.func.jvp(call, (x,), (x,)),
     }[transform]
-    with pytest.raises(RuntimeError, match=r"records no gradient|Batching rule not implemented|alias annotations"):
+    with pytest.raises(RuntimeError, match=r"no gradient for torch.func|vmap has no batching rule|alias annotations"):
         run()
 
 

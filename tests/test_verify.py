@@ -44,7 +44,7 @@ def perfect(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (verify, lines, turned):
         monkeypatch.setattr(module, "serves", lambda op, route, device: None if route == "cpu" else "not here")
     monkeypatch.setattr(verify, "speed", lambda op, route, device: 1.5)
-    monkeypatch.setattr(verify, "_build_ahead", lambda *_: None)
+    monkeypatch.setattr(verify.builds, "COMPILED", ())
     monkeypatch.setattr(cases, "QUICK_SHAPES", ((33, 300), (3, 8200)))
 
 
@@ -53,7 +53,7 @@ def test_every_operator_and_every_mode() -> None:
     names = cases.operators()
     rows = {name for name, op in ALL.items() if op.by_rows}
     assert set(OPS) & rows <= set(names)
-    assert {op.functional.name for op in ALL.values() if op.functional} == rows - set(names)
+    assert {op.functional.name for op in ALL.values() if op.functional} - set(OPS) == rows - set(names)
     for name in set(OPS) & rows:
         modes = {case.numerics for case in cases.cases_of(ALL[name])}
         assert modes == {"flashinfer", "hf-llama", "hf-gemma", "torch"}, name
@@ -64,7 +64,7 @@ def test_kernels_are_chosen_by_their_stages() -> None:
     ops = list(cases.operators().values())
     every, few = (list(cases.chosen(ops, CPU, exact=exact)) for exact in (False, True))
     assert [op for op, case, _ in few if case == cases.USUAL] == ops
-    assert len(few) < 90 < len(every)
+    assert len(few) < 95 < len(every)
 
     def stages(found):
         programs = [(case, cases.program_of(op, case, CPU)) for op, case, _ in found]
@@ -78,6 +78,9 @@ def test_kernels_are_chosen_by_their_stages() -> None:
     wide = {op.name for op, _, shapes in few if shapes == cases.SHAPES}
     assert {"rmsnorm", "layernorm", "rmsnorm_rows", "rmsnorm_dynamic_quant", "layernorm_quant"} <= wide
     assert all(shapes == cases.QUICK_SHAPES for _, _, shapes in cases.chosen(ops, CPU, quick=True))
+    haste = list(cases.chosen(ops, CPU, quick=True, covering=True))
+    assert stages(haste) == stages((op, cases.USUAL, ()) for op in ops)
+    assert len(haste) < len(ops) / 2 and all(case == cases.USUAL for _, case, _ in haste)
 
 
 def test_labels_name_what_is_there() -> None:
@@ -124,8 +127,9 @@ def test_a_call_does_not_touch_the_problem() -> None:
 
 # ------------------------------------------------------------------ right and wrong routes
 def test_a_right_route_passes(perfect: None) -> None:
-    found, missing = verify.check_device(CPU, quick=True)
-    assert {line.op for line in found} == {*cases.operators(), *turned.operators()}
+    every = (*cases.operators(), *turned.operators())
+    found, missing = verify.check_device(CPU, quick=True, ops=every)
+    assert {line.op for line in found} == set(every)
     assert [line.failures for line in found] == [[] for _ in found]
     assert all(line.bits and line.repeats and line.chunks and line.speed is None for line in found)
     assert set(missing) == {"cute", "cuda"}  # the torch route is passed over in haste
@@ -325,6 +329,45 @@ def test_an_exception_is_a_finding(perfect: None, monkeypatch: pytest.MonkeyPatc
     arguments = argparse.Namespace(quick=True, json=False, device="cpu", ops="rmsnorm", routes="cpu")
     assert verify.run(arguments) == 1
     assert "FAIL rmsnorm, cpu, flashinfer, bfloat16: RuntimeError: no launch" in capsys.readouterr().out
+
+
+def test_in_haste_every_stage_is_checked_and_the_table_says_so(perfect: None, capsys) -> None:
+    arguments = argparse.Namespace(quick=True, json=False, device="cpu", ops="", routes="cpu")
+    assert verify.run(arguments) == 0
+    count = len(list(cases.chosen(cases.operators().values(), CPU, quick=True, covering=True)))
+    assert f"({count} of {len(cases.operators())} operators)" in capsys.readouterr().out
+
+
+def test_what_is_built_first_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are built side by side, each once; a failing one counts as there, since its call says why."""
+    asked = []
+
+    class Artifact:
+        def __init__(self, route, variant, target):
+            self.variant = variant
+
+        def build(self):
+            asked.append(self.variant.program.code())
+            if len(asked) == 1:
+                raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(verify.builds.backends, "artifact", Artifact)
+    todo = [(ALL[name], cases.USUAL) for name in ("rmsnorm", "fused_add_rmsnorm", "rmsnorm")]
+    with verify.builds.Builds("cpu", todo, [(ALL["layernorm"], cases.USUAL)], CPU) as ahead:
+        assert ahead.total == 3
+        assert sorted(ahead.in_turn()) == [0, 1, 2]
+    assert ahead.built == 3 and len(asked) == len(set(asked)) == 3
+    with verify.builds.Builds("cute", todo, [], CPU) as ahead:
+        assert list(ahead.in_turn()) == [0, 1, 2] and ahead.total == 0
+
+
+def test_progress_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    say = verify.builds.Progress()
+    say("at once")
+    monkeypatch.setattr(verify.builds, "SECONDS", 0.0)
+    say("later")
+    say.end()
+    assert capsys.readouterr().err == "flashnorm verify: 0 s  later\n"
 
 
 def test_json(perfect: None, capsys) -> None:

@@ -220,7 +220,7 @@ def arguments(**more):
 
 
 def test_text_json_and_html(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(five, "RUNS", 10)
+    monkeypatch.setattr(five, "HASTE", {"runs": 10, "seconds": 0.1})
     page = tmp_path / "verify.html"
     assert verify.run(arguments(html=str(page))) == 0
     out = capsys.readouterr().out
@@ -236,7 +236,7 @@ def test_text_json_and_html(capsys, tmp_path, monkeypatch):
 
 
 def test_a_failure_is_said_everywhere(capsys, tmp_path, monkeypatch):
-    def fails(op, route, device, *, runs=0):
+    def fails(op, route, device, **limits):
         return five.Five(op.name, route, failures=["resources: <8> bytes of stack"])
 
     monkeypatch.setattr(five, "examine", fails)

@@ -91,6 +91,9 @@ def check_option(op: Op, name: str, value: Any) -> Any:
     """One of an option's accepted values, or an alias of one."""
     accepted = op.options[name]
     try:
+        # 16.0 and True are found under 16 and 1, and are neither.
+        if isinstance(value, bool | float) and type(accepted) is dict and type(value) not in map(type, accepted):
+            raise KeyError(value)
         return accepted[value]
     except (KeyError, TypeError):
         raise ValueError(f"{op.called}: {name} must be one of {sorted(map(str, accepted))}, got {value!r}") from None

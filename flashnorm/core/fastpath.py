@@ -318,8 +318,15 @@ def _spread(op: Op, name: str, parameter: str) -> str:
 
 def _elsewhere(unless: Sequence[str], only: Mapping[str, Any]) -> str:
     """What sends a call to the function behind, whatever the tensors are."""
-    parts = [*(f"{name} is not None" for name in unless), *(f"{name} != {value!r}" for name, value in only.items())]
+    parts = [*(f"{name} is not None" for name in unless), *(_unlike(name, value) for name, value in only.items())]
     return "".join(f" or {part}" for part in parts)
+
+
+def _unlike(name: str, value: Any) -> str:
+    """Whether a parameter has another value. A flag is asked for itself: 0 equals False, and True equals 1.0."""
+    if isinstance(value, bool):
+        return f"{name} is not {value!r}"
+    return f"{name} != {value!r}" + (f" or {name}.__class__ is bool" if isinstance(value, int | float) else "")
 
 
 def _same(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,14 +49,30 @@ def _autograd(op: Op) -> Callable[..., None]:
         if torch.is_grad_enabled():
             for operand, tensor in zip(op.operands, args, strict=False):
                 if tensor is not None and (tensor.requires_grad or _has_tangent(tensor)):
-                    raise RuntimeError(
-                        f"{op.called}: {op.label(operand)} requires grad, but this operator records no gradient; "
-                        "call it under torch.no_grad(), or on detached tensors"
-                    )
+                    raise RuntimeError(f"{op.called}: {op.label(operand)} requires grad, but {_lost()}")
         with torch._C._AutoDispatchBelowAutograd():
             op.overload(*args)
 
     return refusing
+
+
+def _lost() -> str:
+    """Why a gradient would be lost, and what to do about it."""
+    if torch._C._functorch.peek_interpreter_stack() is None and torch.autograd.forward_ad._current_level < 0:
+        return "this operator records no gradient; call it under torch.no_grad(), or on detached tensors"
+    return (
+        "this operator records no gradient for torch.func and forward mode; use backward() or torch.autograd.grad "
+        "where it is differentiable, else call it on detached tensors"
+    )
+
+
+def refuse_vmap(op: Op, tensors: Iterable[torch.Tensor | None]) -> None:
+    """Raises RuntimeError under `torch.func.vmap`, whose own text does not say what to do."""
+    if any(t is not None and torch._C._functorch.is_batchedtensor(t) for t in tensors):
+        raise RuntimeError(
+            f"{op.called}: torch.func.vmap has no batching rule for this operator; hand the batch over as further "
+            "dimensions in front: each row is normalised by itself"
+        )
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:

@@ -231,6 +231,7 @@ class Op:
             return self.traced(*args)
         tensors, scalars, options, enable_pdl = self._validate(self._spread(args))
         if self._needs_dispatcher(tensors):
+            library.refuse_vmap(self, tensors)
             self._dispatch(tensors, scalars, options, enable_pdl)
         else:
             asked = (tensors[self.index(name)] is not None for name in self._asked)

@@ -98,6 +98,11 @@ def preload(op: Op, variant: Variant, where: torch.device) -> None:
     _serve(op, variant, devices.facts(where), where)
 
 
+def kernels_ready() -> int:
+    """How many kernels this process has built or loaded."""
+    return len(_launches)
+
+
 def unbuilt() -> frozenset[str]:
     """Routes that need no tools whatever the call: all of them where building is switched off."""
     return frozenset(dispatch.ROUTES if settings.disable_jit else ())

@@ -11,8 +11,9 @@ or, for a program or a test file as it stands:
 
 What is there are FlashInfer's norms, with its names, argument order and defaults (0.7.2), and the few helpers that
 code around norms asks for. Everything else of FlashInfer is missing: importing it raises, and says why. The functions
-are flashnorm's own, so its contract holds where the two differ: wrong arguments raise ValueError or TypeError, and
-shapes, dtypes and devices that FlashInfer refuses are served.
+call flashnorm's own, so its contract holds where the two differ: wrong arguments raise ValueError or TypeError, and
+shapes, dtypes and devices that FlashInfer refuses are served. Where flashnorm would refuse a call because a gradient
+would be lost, it is lost, as in FlashInfer.
 
 Operators that this version of flashnorm lacks are left out.
 """
@@ -22,6 +23,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
+import logging
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -33,10 +36,16 @@ import torch
 
 import flashnorm
 from flashnorm.core import device as devices
+from flashnorm.core import plan
+from flashnorm.core.dispatch import MIN_SM
 
 INTERFACE = "0.7.2"  # the version of FlashInfer whose signatures these are
 ROOT = "flashinfer"
+_WHY = "flashnorm stands in for flashinfer here, and has its norms alone (flashnorm.integrations.flashinfer)"
 
+DIFFERENTIABLE = ("rmsnorm", "gemma_rmsnorm", "layernorm")  # here; FlashInfer records no gradient of any
+log = logging.getLogger("flashnorm")
+_said: set[str] = set()
 _FP4 = ("rmsnorm_fp4quant", "add_rmsnorm_fp4quant")
 _DIT = (
     "fused_dit_gate_residual_layernorm_gamma_beta",
@@ -65,6 +74,7 @@ NORMS = (
     "supports_rmsnorm_sigmoid_gate",
     "gen_norm_module",
 )
+_NO_NORMS = tuple(name for name in NORMS if name.startswith(("supports_", "gen_")))
 CAKE = (
     "cake_rmsnorm",
     "cake_rmsnorm_train_forward",
@@ -77,7 +87,7 @@ CAKE = (
     "SUPPORTED_COMPUTE_CAPABILITIES",
     "route_key",
 )
-CAKE_AT_TOP = (*CAKE[:5], "is_cake_rmsnorm_train_supported")
+CAKE_AT_TOP = (*CAKE[:6], "is_cake_rmsnorm_train_supported")
 
 
 # ------------------------------------------------------------------ helpers that code around norms asks for
@@ -103,6 +113,29 @@ def is_cute_dsl_available() -> bool:
     return tools().dsl is None
 
 
+def is_cute_dsl_arch_supported(major: int, minor: int) -> bool:
+    """True for every device that has a route of kernels: where the CuTe DSL cannot target it, CUDA C++ serves."""
+    return 10 * major + minor >= MIN_SM["cuda"]
+
+
+def round_up(x: int, y: int) -> int:
+    """The next multiple of y."""
+    return -(-x // y) * y
+
+
+class MissingJITCacheError(RuntimeError):
+    """FlashInfer's, for code that catches it. Never raised: what may not be built raises flashnorm's own error."""
+
+
+def gen_jit_spec(name: str, *args: Any, **kwargs: Any) -> Any:
+    """There is no building FlashInfer's sources here.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(f"gen_jit_spec({name!r}): {_WHY}; gen_norm_module() has the kernels of flashnorm itself")
+
+
 def build_jit_specs(specs: Iterable[Any], verbose: bool = False, skip_prebuilt: bool = False) -> None:
     """Builds what `gen_norm_module` returns."""
     for spec in specs:
@@ -124,9 +157,40 @@ def _without_skip_check(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _unrecorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As in FlashInfer, a call records no gradient, and Parameters may be handed over outside of `torch.no_grad()`.
+
+    flashnorm itself refuses such calls: a gradient would be lost. Here it is said once, on the logger "flashnorm".
+    Functions that flashnorm differentiates stay so, but for calls with `out`, of which it records none.
+    """
+    names = tuple(inspect.signature(function).parameters)
+    out = names.index("out") if function.__name__ in DIFFERENTIABLE else None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if out is not None and (args[out] if len(args) > out else kwargs.get("out")) is None:
+            return function(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            _say_unrecorded(function.__name__, (*args, *kwargs.values()))
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _say_unrecorded(name: str, values: Iterable[Any]) -> None:
+    if name not in _said and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values):
+        _said.add(name)
+        log.warning("flashinfer.%s records no gradient, and an argument requires one", name)
+
+
 # ------------------------------------------------------------------ the modules
 def _found(names: Sequence[str], source: Any = flashnorm) -> dict[str, Any]:
     found = {name: getattr(source, name) for name in names if hasattr(source, name)}
+    if source is flashnorm:
+        found = {name: f if name in _NO_NORMS else _unrecorded(f) for name, f in found.items()}
     if "fused_qk_rmsnorm_rope" in found:
         found["fused_qk_rmsnorm_rope"] = _without_skip_check(found["fused_qk_rmsnorm_rope"])
     return found
@@ -134,25 +198,30 @@ def _found(names: Sequence[str], source: Any = flashnorm) -> dict[str, Any]:
 
 def contents() -> dict[str, dict[str, Any]]:
     """Module -> name -> object, of all that this version of flashnorm has."""
-    norms, fp4 = _found(NORMS), _found(_FP4)
+    norms = _found(NORMS)
+    fp4 = {name: norms[name] for name in _FP4 if name in norms}
+    building = {f.__name__: f for f in (build_jit_specs, gen_jit_spec, MissingJITCacheError)}
+    dsl = {f.__name__: f for f in (is_cute_dsl_available, is_cute_dsl_arch_supported)}
     made: dict[str, dict[str, Any]] = {
         f"{ROOT}.norm": norms,
         f"{ROOT}.utils": {
             "get_compute_capability": get_compute_capability,
             "device_support_pdl": device_support_pdl,
+            "round_up": round_up,
         },
-        f"{ROOT}.jit": {"gen_norm_module": flashnorm.gen_norm_module, "build_jit_specs": build_jit_specs},
+        f"{ROOT}.jit": {"gen_norm_module": flashnorm.gen_norm_module, **building},
+        f"{ROOT}.jit.core": building,
         f"{ROOT}.jit.norm": {"gen_norm_module": flashnorm.gen_norm_module},
         f"{ROOT}.jit.env": {"has_flashinfer_jit_cache": has_flashinfer_jit_cache},
         f"{ROOT}.cute_dsl": {**fp4, "is_cute_dsl_available": is_cute_dsl_available},
-        f"{ROOT}.cute_dsl.utils": {"is_cute_dsl_available": is_cute_dsl_available},
-        f"{ROOT}.cute_dsl.rmsnorm_fp4quant": _found(_FP4[:1]),
-        f"{ROOT}.cute_dsl.add_rmsnorm_fp4quant": _found(_FP4[1:]),
+        f"{ROOT}.cute_dsl.utils": dsl,
+        f"{ROOT}.cute_dsl.rmsnorm_fp4quant": {name: fp4[name] for name in _FP4[:1] if name in fp4},
+        f"{ROOT}.cute_dsl.add_rmsnorm_fp4quant": {name: fp4[name] for name in _FP4[1:] if name in fp4},
     }
     top = dict(norms)
-    dit = _found(_DIT)
-    if dit:
-        made[f"{ROOT}.diffusion_ops"] = dit
+    diffusion = {name: norms[name] for name in (*_DIT, "fused_qk_rmsnorm_rope") if name in norms}
+    if diffusion:
+        made[f"{ROOT}.diffusion_ops"] = diffusion
     if importlib.util.find_spec("flashnorm.cake_rmsnorm_train") is not None:
         cake = importlib.import_module("flashnorm.cake_rmsnorm_train")
         made[f"{ROOT}.cake_rmsnorm_train"] = _found(CAKE, cake)
@@ -178,8 +247,34 @@ def _loader(cake: Any) -> dict[str, Any]:
         """Whether a call has a kernel."""
         return tuple(device_capability) in names and kind in ("fwd", "bwd") and hidden >= 1
 
-    made = {f.__name__: f for f in (arch_for_capability, specs_for_arch, route_applies)}
-    return {**_found(("ARCHES", "SUPPORTED_COMPUTE_CAPABILITIES", "route_key"), cake), **made}
+    def route_modules(arch: str, hidden: int, kind: str, residual: bool = False) -> tuple[str, ...]:
+        """The modules of a call: one, which has the kernels of every number of rows."""
+        return (cake.route_key(hidden, kind, residual),)
+
+    def selected_modules(arch: str, hidden: int, kind: str, residual: bool = False, *, rows: int) -> tuple[str, ...]:
+        """Those of them that serve a number of rows."""
+        return route_modules(arch, hidden, kind, residual)
+
+    functions = (arch_for_capability, specs_for_arch, route_applies, route_modules, selected_modules)
+    made = {f.__name__: f for f in functions}
+    kept = _found(("ARCHES", "SUPPORTED_COMPUTE_CAPABILITIES", "route_key"), cake)
+    return {**kept, **made, "MODULES": _Modules(), "load": _Loaded()}
+
+
+class _Modules(dict[str, dict[str, Any]]):
+    """Facts about a module, by its name: none is for some numbers of rows alone."""
+
+    def __missing__(self, name: str) -> dict[str, Any]:
+        return {"select_rule": None}
+
+
+class _Loaded:
+    """What a cache of loaded modules says of itself: as many misses as kernels were made ready in this process."""
+
+    @staticmethod
+    def cache_info() -> functools._CacheInfo:
+        count = plan.kernels_ready()
+        return functools._CacheInfo(hits=0, misses=count, maxsize=None, currsize=count)
 
 
 class _StandIn(ModuleType):
@@ -188,10 +283,7 @@ class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(
-            f"{self.__name__}.{name}: flashnorm stands in for flashinfer here, and has its norms alone "
-            "(flashnorm.integrations.flashinfer)"
-        )
+        raise AttributeError(f"{self.__name__}.{name}: {_WHY}")
 
 
 class _Finder:
@@ -200,11 +292,7 @@ class _Finder:
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         if _mine(name) and isinstance(sys.modules.get(ROOT), _StandIn):
-            raise ModuleNotFoundError(
-                f"No module named {name!r}: flashnorm stands in for flashinfer here, and has its norms alone "
-                "(flashnorm.integrations.flashinfer)",
-                name=name,
-            )
+            raise ModuleNotFoundError(f"No module named {name!r}: {_WHY}", name=name)
 
 
 def _mine(name: str) -> bool:

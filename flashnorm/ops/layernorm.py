@@ -48,7 +48,6 @@ def _declare(name: str, formula: Callable[..., None], functional: Op | None = No
         by_value=programs.SCALE if quantised else None,
         returns=("out", "h") if residual == "h" else () if quantised else None,
         functional=functional,
-        public=residual != "h",
     )
 
 

@@ -82,6 +82,7 @@ def rms_op(
     offset: float = 0.0,
     residual: str | None = None,
     rows: bool = False,
+    public: bool | None = None,
     **more: Any,
 ) -> Op:
     """One of a family of RMSNorms: plain, over rows that are picked or widened, or with a residual.
@@ -93,6 +94,7 @@ def rms_op(
         optional: operands that calls may leave out, beside those that rows come with.
         offset: added to the weight.
         residual, rows: as `load` takes them.
+        public: is a public function; by default what has no rows of its own and overwrites its residual is.
         more: further arguments of `Op`.
     """
     absent = {} if residual or rows else {"row_index": None, "input_scale": None}
@@ -104,7 +106,7 @@ def rms_op(
         optional=("row_index", "input_scale", *optional),
         broadcast_vecs=residual is None,
         functional=functional,
-        public=residual != "h" and not rows,
+        public=residual != "h" and not rows if public is None else public,
         called=name.removesuffix("_rows"),
         **more,
     )

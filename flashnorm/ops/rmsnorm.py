@@ -42,7 +42,7 @@ RMSNORM_ROWS = _declare("rmsnorm_rows", rows=True)
 GEMMA_RMSNORM = _declare("gemma_rmsnorm", offset=1.0)
 GEMMA_RMSNORM_ROWS = _declare("gemma_rmsnorm_rows", offset=1.0, rows=True)
 _RESULTS: dict[str, Any] = {"labels": {"x": "x"}, "returns": ("out", "h")}
-ADD_RMSNORM = _declare("add_rmsnorm", residual="h", **_RESULTS)
+ADD_RMSNORM = _declare("add_rmsnorm", residual="h", public=True, **_RESULTS)
 GEMMA_ADD_RMSNORM = _declare("gemma_add_rmsnorm", residual="h", offset=1.0, **_RESULTS)
 FUSED_ADD_RMSNORM = _declare("fused_add_rmsnorm", ADD_RMSNORM, residual="residual")
 GEMMA_FUSED_ADD_RMSNORM = _declare("gemma_fused_add_rmsnorm", GEMMA_ADD_RMSNORM, residual="residual", offset=1.0)

@@ -25,7 +25,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,23 +32,23 @@ from typing import Any
 import torch
 
 import flashnorm
-from flashnorm import backends
-from flashnorm.config import settings
 from flashnorm.core import device as devices
-from flashnorm.core import dispatch, plan
+from flashnorm.core import dispatch
 from flashnorm.core.dispatch import ROUTES
 from flashnorm.core.op import Op
-from flashnorm.core.operands import normalise
 from flashnorm.core.tools import tools
 from flashnorm.jit import toolchain
 from flashnorm.program import Variant
-from flashnorm.verify import five, report, turned
-from flashnorm.verify.cases import USUAL, Case, chosen, operators
+from flashnorm.verify import builds, five, report, turned
+from flashnorm.verify.cases import USUAL, Case, Shapes, chosen, operators
 from flashnorm.verify.eager import rivals, speed
 from flashnorm.verify.lines import Line, new_line, serves, verify_line
 from flashnorm.verify.problem import make_problem
 
 __all__ = ["Case", "Line", "add_arguments", "check_device", "make_problem", "rivals", "run", "table"]
+
+
+IN_HASTE = "--quick: every stage that kernels are put together from, once; without it, all operators in all cases"
 
 
 def check_device(
@@ -64,7 +63,8 @@ def check_device(
 
     Args:
         device: whose tensors are used.
-        quick: one case of each operator, few shapes.
+        quick: few shapes, and one case of each operator that is in `ops`; where none is named, of those operators that
+            have a stage which no earlier one has.
         ops, routes: only these; empty means all.
         say: told of progress.
 
@@ -86,21 +86,54 @@ def check_device(
             elif route in op.routes:
                 missing.setdefault(route, reason)
         rows, mine = ([op for op in serving.values() if op.by_rows is kind] for kind in (True, False))
-        todo = list(chosen(rows, device, quick=quick, exact=route != "torch"))
-        say(f"{device.type}: {route}, {len(todo)} kernels")
-        _build_ahead(route, [(op, case) for op, case, _ in todo], device, turned.variants(mine, quick))
-        for op, case, shapes in todo:
-            line = new_line(op, route, case, device)
-            say(f"{device.type}: {op.name}, {route}, {line.dtypes}, {case.numerics}")
+        covering = quick and not ops
+        todo = list(chosen(rows, device, quick=quick, exact=route != "torch", covering=covering))
+        turns = turned.chosen(mine, covering=covering)
+        also = turned.variants(turns, quick) if route != "torch" else []
+        lines += _check_route(route, todo, _more(rows, route, quick), also, device, quick, say)
+        lines += turned.verify_lines(turns, route, device, quick=quick, say=say)
+    return lines, {route: reason for route, reason in missing.items() if all(line.route != route for line in lines)}
+
+
+def _check_route(
+    route: str,
+    todo: Sequence[tuple[Op, Case, Shapes]],
+    more: Sequence[tuple[Op, Case]],
+    also: Sequence[Variant],
+    device: torch.device,
+    quick: bool,
+    say: Callable[[str], None],
+) -> list[Line]:
+    """The lines of a route, each checked once its kernel is there; speeds come last, when no compiler runs beside."""
+    lines: dict[int, Line] = {}
+    say(f"{device.type}: {route}, {len(todo)} lines")
+    with builds.Builds(route, [(op, case) for op, case, _ in todo], more, device, also) as ahead:
+        for place in ahead.in_turn():
+            op, case, shapes = todo[place]
+            line = lines[place] = new_line(op, route, case, device)
+            kernels = f", {ahead.built} of {ahead.total} kernels are there" if ahead.total else ""
+            say(f"{device.type}: {route}, {len(lines)} of {len(todo)} lines{kernels}; {op.name}, {line.dtypes}")
             try:
-                line = verify_line(op, route, case, device, shapes, 2 if quick else 4)
-                if case == USUAL and route != "torch" and not quick:
-                    line.speed = speed(op, route, device)
+                lines[place] = verify_line(op, route, case, device, shapes, 2 if quick else 4)
             except Exception as error:  # whatever is raised is the finding
                 line.failures.append(f"{type(error).__name__}: {error}")
-            lines.append(line)
-        lines += turned.verify_lines(mine, route, device, quick=quick, say=say)
-    return lines, {route: reason for route, reason in missing.items() if all(line.route != route for line in lines)}
+    for place, (op, case, _) in enumerate(todo):
+        if case == USUAL and route != "torch" and not quick:
+            try:
+                lines[place].speed = speed(op, route, device)
+            except Exception as error:
+                lines[place].failures.append(f"{type(error).__name__}: {error}")
+    return [lines[place] for place in range(len(todo))]
+
+
+def _more(serving: Sequence[Op], route: str, quick: bool) -> list[tuple[Op, Case]]:
+    """What the five questions will want."""
+    names = _headlines(quick)
+    return [(op, case) for op in serving if op.name in names for case in five.cases(op)] if route != "torch" else []
+
+
+def _headlines(quick: bool) -> tuple[str, ...]:
+    return five.HEADLINES[: 1 if quick else None]
 
 
 def examine_device(
@@ -111,14 +144,14 @@ def examine_device(
     routes: Sequence[str] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> list[five.Five]:
-    """Asks the five questions of the main operators (quick: of two) on every route that serves one device."""
+    """Asks the five questions of the main operators (quick: of one) on every route that serves one device."""
     found = []
     for route in (r for r in ROUTES if (r in routes if routes else r != "torch")):
-        for name in five.HEADLINES[: 2 if quick else None]:
+        for name in _headlines(quick) if not ops else (name for name in five.HEADLINES if name in ops):
             op = operators()[name]
-            if (not ops or name in ops) and serves(op, route, device) is None:
+            if serves(op, route, device) is None:
                 say(f"{device.type}: {name}, {route}: five questions")
-                found.append(five.examine(op, route, device))
+                found.append(five.examine(op, route, device, **(five.HASTE if quick else {})))
     return found
 
 
@@ -136,31 +169,6 @@ def examine_elsewhere(
         and (not routes or route in routes)
         and dispatch.refusal(route, operators()[name].routes, facts, tools()) is None
     ]
-
-
-def _build_ahead(
-    route: str, todo: Sequence[tuple[Op, Case]], device: torch.device, more: Sequence[Variant] = ()
-) -> None:
-    """Runs the C++ compilers of a route side by side: one kernel after the other, they are most of the time.
-
-    What fails here fails again, and is reported, where the kernel is called.
-    """
-    if route not in ("cuda", "cpu") or settings.disable_jit:
-        return
-    target = plan.target_of(devices.facts(device))
-
-    def build(variant: Variant) -> object:
-        try:
-            return backends.artifact(route, variant, target).build()
-        except Exception as error:
-            return error
-
-    variants = [*more]
-    for op, case in todo:
-        problem = make_problem(op, case, 2, 8, device)
-        variants.append(normalise(op, problem.program, [problem.given.get(o.name) for o in op.operands])[0])
-    with ThreadPoolExecutor(toolchain.job_count(settings)) as pool:
-        list(pool.map(build, variants))
 
 
 # ------------------------------------------------------------------ the command
@@ -187,7 +195,7 @@ def _mark(value: bool | None) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments; the command line adds `--json`."""
-    parser.add_argument("--quick", action="store_true", help="one choice of dtypes, few shapes: seconds, once built")
+    parser.add_argument("--quick", action="store_true", help="every stage once, few shapes: seconds, once built")
     parser.add_argument("--html", default="", metavar="FILE", help="also write a page with tables and plots")
     parser.add_argument(
         "--arch", action="append", default=[], metavar="SM", help="also build for a GPU that is not here: its resources"
@@ -211,7 +219,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"flashnorm verify: {error}", file=sys.stderr)
         return 2
-    began = time.monotonic()
+    began, say = time.monotonic(), builds.Progress()
     lines: list[Line] = []
     answers: list[five.Five] = []
     found: list[dict[str, Any]] = []
@@ -220,8 +228,9 @@ def run(args: argparse.Namespace) -> int:
         if device.type in kinds or args.device not in ("all", device.type):
             continue  # one device of a kind
         kinds.add(device.type)
-        new, missing = check_device(device, quick=args.quick, ops=ops, routes=routes, say=_progress)
-        more = examine_device(device, quick=args.quick, ops=ops, routes=routes, say=_progress)
+        new, missing = check_device(device, quick=args.quick, ops=ops, routes=routes, say=say)
+        more = examine_device(device, quick=args.quick, ops=ops, routes=routes, say=say)
+        say.end()
         lines += new
         answers += more
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -230,6 +239,8 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"{name}, flashnorm {flashnorm.__version__}, torch {torch.__version__}")
             print(table(new))
+            if args.quick and not ops:
+                print(f"{IN_HASTE} ({len({line.op for line in new})} of {len(operators())} operators)")
             print("\n" + five.table(more) if more else "")
             print("".join(f"{route}: not here: {why}\n" for route, why in missing.items()))
     for arch in elsewhere:
@@ -254,8 +265,3 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{len(lines) + len(answers) - failed} of {len(lines) + len(answers)} lines ok, {made['seconds']:.0f} s")
     return (0 if made["ok"] else 1) if lines else 2
-
-
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="\r", file=sys.stderr, flush=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from flashnorm.core.op import ALL, Op
-from flashnorm.program import FLOATS, FP8, BlockScales, Operand, QuantBlocks, QuantNvfp4, RowProgram, Stage
+from flashnorm.core.op import ALL, OPS, Op
+from flashnorm.program import FLOATS, FP8, AddResidual, BlockScales, Operand, QuantBlocks, QuantNvfp4, RowProgram, Stage
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -68,17 +68,17 @@ Shapes = tuple[tuple[int, int], ...]
 
 
 def operators() -> dict[str, Op]:
-    """What calls outside of a compiler run: all but the forms that compilers get. What builds faster comes first.
+    """What calls outside of a compiler run: all but what compilers alone get. What builds faster comes first.
 
     The model reads row programs: what is none has no part in it.
     """
     compiled = {op.functional.name for op in ALL.values() if op.functional is not None}
-    mine = [op for name, op in ALL.items() if name not in compiled and op.by_rows]
+    mine = [op for name, op in ALL.items() if (name not in compiled or name in OPS) and op.by_rows]
     return {op.name: op for op in sorted(mine, key=lambda op: (quantised(op), _has(op, "bias"), _has(op, "residual")))}
 
 
 def chosen(
-    ops: Iterable[Op], device: torch.device, *, quick: bool = False, exact: bool = True
+    ops: Iterable[Op], device: torch.device, *, quick: bool = False, exact: bool = True, covering: bool = False
 ) -> Iterator[tuple[Op, Case, Shapes]]:
     """What is to be checked.
 
@@ -91,6 +91,7 @@ def chosen(
         device: whose tensors are used.
         quick: the usual cases alone, in few shapes.
         exact: for a route of kernels. PyTorch's builds none, and goes through all cases.
+        covering: leave out operators, too, that have no stage of their own.
     """
     seen: set[Any] = set()
     for op in ops:
@@ -99,16 +100,18 @@ def chosen(
             dtypes = {o.name: dtype_of(o, case) for o in program.operands()}
             stages = [apart(s) for s in program.stages()]
             found: set[Any] = {(s, *(dtypes[o.name] for o in s.operands())) for s in stages}
-            if case == USUAL or case.options or case.numerics != USUAL.numerics:
+            if not covering and (case == USUAL or case.options or case.numerics != USUAL.numerics):
                 found |= {(program.load, program.maps), (program.maps, apart(program.store))}
             new = found - seen
             seen |= found
-            if quick or case == USUAL or new or not exact:
+            if new or not exact or ((quick or case == USUAL) and not covering):
                 yield op, case, QUICK_SHAPES if quick else SHAPES if case == USUAL and new else OTHER_SHAPES
 
 
 def apart(stage: Stage) -> Stage:
-    """A stage apart from where its scales lie."""
+    """A stage apart from where its scales lie, and where its sum goes."""
+    if isinstance(stage, AddResidual):
+        return replace(stage, dst="residual")
     return replace(stage, layout="rows") if isinstance(stage, (QuantBlocks, QuantNvfp4)) else stage
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,8 @@ def rivals(
     if isinstance(problem.program.load, GateResidual):
         return lambda: function(**_batched(op, problem, arguments), **options), lambda: _eager(problem, given)
     options |= _LAYOUTS.get(store.layout, {}) if isinstance(store, BlockScales) else {}
+    known = inspect.signature(function).parameters  # results that are always new are none of them
+    arguments = {name: value for name, value in arguments.items() if name in known}
     return lambda: function(**arguments, **options), lambda: _eager(problem, given)
 
 

@@ -36,6 +36,7 @@ from flashnorm.verify.eager import rivals
 from flashnorm.verify.problem import Problem, make_problem
 
 RUNS = 1000
+HASTE = {"runs": 200, "seconds": 0.3}
 SHAPE = (33, 1024)
 WIDE = {"cuda": (4096, 4096), "cpu": (256, 4096)}
 CALLS = 1000
@@ -85,19 +86,20 @@ class Five:
         return self.p99 / self.p50 if self.p50 and self.p99 else None
 
 
-def examine(op: Op, route: str, device: torch.device, *, runs: int | None = None) -> Five:
-    """Asks all five questions of an operator on a route, in its usual case."""
+def examine(op: Op, route: str, device: torch.device, *, runs: float | None = None, seconds: float = 2.0) -> Five:
+    """Asks all five questions of an operator on a route, in its usual case; `seconds` go into the tail."""
     found = Five(op.name, route)
     for ask in (_stability, _bytes_and_tail, _resources, _dtypes):
         try:
-            ask(found, op, device, runs or RUNS)
+            ask(found, op, device, seconds if ask is _bytes_and_tail else runs or RUNS)
         except Exception as error:  # whatever is raised is the finding
             found.failures.append(f"{ask.__name__.strip('_')}: {type(error).__name__}: {error}")
     return found
 
 
 # ------------------------------------------------------------------ stability
-def _stability(found: Five, op: Op, device: torch.device, runs: int) -> None:
+def _stability(found: Five, op: Op, device: torch.device, limit: float) -> None:
+    runs = int(limit)
     problem = with_a_spike(make_problem(op, USUAL, *SHAPE, device))
     with backend(found.route):
         first = _on_cpu(problems.call(problem, device))
@@ -127,7 +129,7 @@ def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 # ------------------------------------------------------------------ bytes, and the tail
-def _bytes_and_tail(found: Five, op: Op, device: torch.device, runs: int) -> None:
+def _bytes_and_tail(found: Five, op: Op, device: torch.device, seconds: float) -> None:
     found.shape = WIDE[device.type]
     problem = make_problem(op, USUAL, *found.shape, device)
     found.bytes_needed = op.bytes_moved([problem.given.get(o.name) for o in op.operands])
@@ -139,7 +141,7 @@ def _bytes_and_tail(found: Five, op: Op, device: torch.device, runs: int) -> Non
         ours()
         mine, copy = timing.per_call((ours, lambda: target.copy_(source)), device, 0.01)
         found.bytes_share = copy / mine
-        count = min(CALLS, max(100, round(2.0 / mine)))
+        count = min(CALLS, max(100, round(seconds / mine)))
         times = _graph_times(ours, device, count) if device.type == "cuda" else _call_times(ours, count)
     ordered = sorted(times)
     found.p50, found.p99 = statistics.median(ordered), ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
@@ -176,7 +178,7 @@ def _graph_times(call: Callable[[], object], device: torch.device, count: int) -
 
 
 # ------------------------------------------------------------------ resources
-def _resources(found: Five, op: Op, device: torch.device, runs: int) -> None:
+def _resources(found: Five, op: Op, device: torch.device, limit: float) -> None:
     if found.route not in ("cute", "cuda"):
         return
     problem = make_problem(op, USUAL, *found.shape, device)
@@ -206,21 +208,30 @@ def _read(found: Five, variant: Variant, facts: devices.DeviceFacts) -> None:
 
 
 # ------------------------------------------------------------------ across dtypes
-def _dtypes(found: Five, op: Op, device: torch.device, runs: int) -> None:
-    base = make_problem(op, Case(FP32, FP32, FP32), *SHAPE, device)
-    store, load = base.program.store, base.program.load
-    if not isinstance(store, Cast) or not isinstance(load, (LoadRow, AddResidual)) or base.given["x"].dtype != FP32:
-        return
+def cases(op: Op) -> list[Case]:
+    """The choices of dtypes that `_dtypes` compares, fp32 first; none where it does not apply."""
+    base = make_problem(op, Case(FP32, FP32, FP32), 2, 8, CPU)
+    load = base.program.load
+    if not isinstance(base.program.store, Cast) or not isinstance(load, (LoadRow, AddResidual)):
+        return []
+    return [Case(t, FP32, t) for t in (FP32, FP16, BF16)] if base.given["x"].dtype == FP32 else []
+
+
+def _dtypes(found: Five, op: Op, device: torch.device, limit: float) -> None:
     results: dict[torch.dtype, Tensor] = {}
-    for dtype in (FP32, FP16, BF16):
-        problem = make_problem(op, Case(dtype, FP32, dtype), *SHAPE, device)
+    for case in cases(op):
+        problem = make_problem(op, case, *SHAPE, device)
         problem = replace(problem, given=_common(problem))
+        dtype, store = case.x, problem.program.store
+        assert isinstance(store, Cast)
         with backend(found.route):
             got = _on_cpu(problems.call(problem, device))
         results[dtype] = got[store.dst]
         wanted = exact(problem.program, problem.modelled(), problem.scalars(), got)[store.dst]
         if dtype != FP32:
             found.ulp = max(found.ulp or 0, int(steps(got[store.dst], wanted).max()))
+    if not results:
+        return
     if found.ulp is not None and found.ulp > 1:
         found.failures.append(f"dtypes: {found.ulp} steps from the correctly rounded value, 1 allowed")
     found.one_mind = all(torch.equal(results[FP32].to(dtype), results[dtype]) for dtype in (FP16, BF16))

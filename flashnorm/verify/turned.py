@@ -58,8 +58,17 @@ FORMS: dict[str, tuple[Form, ...]] = {
 }
 
 
+# Between them everything that a kernel is put together from.
+COVERING = ("fused_qk_rmsnorm_rope", "fused_qk_rmsnorm_rope_cached_fp8")
+
+
 def operators() -> dict[str, Op]:
     return {name: ALL[name] for name in FORMS}
+
+
+def chosen(ops: Iterable[Op], *, covering: bool) -> list[Op]:
+    """Those to check; with `covering`, no more than have all that there is."""
+    return [op for op in ops if op.name in COVERING or not covering]
 
 
 @dataclass(frozen=True)
