@@ -77,7 +77,7 @@ def check_device(
         if quick and route == "torch" and not routes and lines:
             continue  # plain PyTorch: slow, and the same everywhere
         serving = {}
-        for name, op in (operators() | turned.operators()).items():
+        for name, op in every().items():
             if ops and name not in ops:
                 continue
             reason = serves(op, route, device)
@@ -93,6 +93,11 @@ def check_device(
         lines += _check_route(route, todo, _more(rows, route, quick), also, device, quick, say)
         lines += turned.verify_lines(turns, route, device, quick=quick, say=say)
     return lines, {route: reason for route, reason in missing.items() if all(line.route != route for line in lines)}
+
+
+def every() -> dict[str, Op]:
+    """All operators that are checked."""
+    return operators() | turned.operators()
 
 
 def _check_route(
@@ -240,7 +245,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name}, flashnorm {flashnorm.__version__}, torch {torch.__version__}")
             print(table(new))
             if args.quick and not ops:
-                print(f"{IN_HASTE} ({len({line.op for line in new})} of {len(operators())} operators)")
+                print(f"{IN_HASTE} ({len({line.op for line in new})} of {len(every())} operators)")
             print("\n" + five.table(more) if more else "")
             print("".join(f"{route}: not here: {why}\n" for route, why in missing.items()))
     for arch in elsewhere:
