@@ -173,15 +173,17 @@ def _unrecorded(function: Callable[..., Any]) -> Callable[..., Any]:
         if out is not None and (args[out] if len(args) > out else kwargs.get("out")) is None:
             return function(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            _say_unrecorded(function.__name__, (*args, *kwargs.values()))
+            if not any(isinstance(v, torch.Tensor) and v.requires_grad for v in (*args, *kwargs.values())):
+                return function(*args, **kwargs)
+            _say_unrecorded(function.__name__)
         with torch.no_grad():
             return function(*args, **kwargs)
 
     return call
 
 
-def _say_unrecorded(name: str, values: Iterable[Any]) -> None:
-    if name not in _said and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values):
+def _say_unrecorded(name: str) -> None:
+    if name not in _said:
         _said.add(name)
         log.warning("flashinfer.%s records no gradient, and an argument requires one", name)
 
