@@ -58,15 +58,16 @@ def _group(item: pytest.Item) -> str:
 # Of these files' grids a plain run on the CPU takes one test of so many, always the same ones: two cores need minutes
 # for what each of them compiles or interprets. All of them run with --full, on a GPU, or where a test is named.
 SAMPLED = {
-    "test_backward": 4,
-    "test_backward_emulated": 4,
-    "test_csrc_emulated": 4,
-    "test_cute_backward": 6,
-    "test_cute_compile": 3,
-    "test_cute_targets": 2,
+    "test_backward": 6,
+    "test_backward_emulated": 6,
+    "test_csrc_emulated": 6,
+    "test_cuda_compile": 2,
+    "test_cute_backward": 8,
+    "test_cute_compile": 5,
+    "test_cute_targets": 4,
     "test_dit": 12,
     "test_gate_bits": 16,
-    "test_gate_kernels": 6,
+    "test_gate_kernels": 8,
     "test_gate_library": 10,
     "test_gradients": 12,
     "test_gradients_library": 2,
