@@ -40,19 +40,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _group(item: pytest.Item) -> str:
-    """Tests that share what takes long stay together: kernels of a combination, or of an architecture, or
-    what a file makes once; else those of one function."""
+    """Tests that share what takes long stay together: a kernel compiled for an architecture, what a file makes once,
+    and again after every test of another file, or a combination's kernels; else those of one function."""
     callspec = getattr(item, "callspec", None)
     given = callspec.params if callspec is not None else {}
-    if "combo" in given:
-        return str(given["combo"])
     if {"arch", "name"} <= given.keys():
         return f"{item.path.stem} {given['arch']} {given['name']}"
     fixtures = getattr(item, "_fixtureinfo", None)
     made = fixtures.name2fixturedefs.values() if fixtures is not None else ()
     if any(definition.scope == "module" for definitions in made for definition in definitions):
         return item.path.stem
-    return item.nodeid.split("[")[0]
+    return str(given["combo"]) if "combo" in given else item.nodeid.split("[")[0]
 
 
 # Of these files' grids a plain run on the CPU takes one test of so many, always the same ones: two cores need minutes
