@@ -163,14 +163,10 @@ def warm(
         eager: called by people, so that modes and profilers must be looked for; else by torch's dispatcher.
     """
     flags = flags or {}
-    asked = {operand: flag for flag, operand in flags.items()}
     parameters = list(inspect.signature(cold).parameters.values())
     given = {p.name for p in parameters}
-    state = (*(name for name in op.options if name in given), *seen, *flags)
-    local = {o.name: names.get(o.name, o.name) for o in op.operands}
-    more: dict[str, Any] = {"flags": flags, "unless": unless, "seen": seen, "only": only, "tails": tails}
-    in_cpp = front(op, cold, names=names, eager=eager, **more)
-    spread = {name: scalar for name, (scalar, _) in op.by_value.items() if scalar not in given}
+    in_cpp = front(op, cold, names=names, flags=flags, unless=unless, seen=seen, only=only, tails=tails, eager=eager)
+    asked, state, spread, local = in_cpp.asked, in_cpp.state, in_cpp.numbers, dict(in_cpp.local)
     allocate = [f"{name}_tensor, {scalar} = {_spread(op, name, local[name])}" for name, scalar in spread.items()]
     numbers = (s for s in op.scalars if s not in given and s not in spread.values())
     allocate += [f"{s} = {names[s]}" for s in numbers]
