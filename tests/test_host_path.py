@@ -8,6 +8,7 @@ import torch
 import flashnorm
 from flashnorm.core import guard
 from flashnorm.ops.rmsnorm import RMSNORM
+from tests.warm_calls import planned
 
 
 def make(device, *shape, dtype=torch.float32, seed=0):
@@ -23,22 +24,12 @@ def cold(*args, **options):
     return out
 
 
-def count_cold(call):
-    """How often a call leaves the warm path."""
-    times = []
-    plain = RMSNORM._execute
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RMSNORM, "_execute", lambda *a: (times.append(1), plain(*a))[1])
-        call()
-    return len(times)
-
-
 def test_the_second_call_is_warm(kind, device):
     x, weight = make(device, 4, 64), make(device, 64, seed=1)
     out = torch.empty_like(x)
     flashnorm.rmsnorm(x, weight, out=out)
-    assert count_cold(lambda: [flashnorm.rmsnorm(x, weight, out=out) for _ in range(5)]) == 0
-    assert count_cold(lambda: flashnorm.rmsnorm(x[:2], weight)) == 1
+    assert planned(lambda: [flashnorm.rmsnorm(x, weight, out=out) for _ in range(5)]) == 0
+    assert planned(lambda: flashnorm.rmsnorm(x[:2], weight)) == 1
 
 
 def test_interleaved_slices_of_many_rows_are_apart_and_warm(kind, device):
@@ -47,7 +38,7 @@ def test_interleaved_slices_of_many_rows_are_apart_and_warm(kind, device):
     want = cold(x.contiguous(), weight)
     flashnorm.rmsnorm(x, weight, out=out)
     assert torch.equal(out, want)
-    assert count_cold(lambda: flashnorm.rmsnorm(x, weight, out=out)) == 0
+    assert planned(lambda: flashnorm.rmsnorm(x, weight, out=out)) == 0
     shifted = buffer.view(-1)[16 : 16 + 64 * 199_999].view(-1, 64)
     with pytest.raises(ValueError, match="out overlaps input"):
         flashnorm.rmsnorm(x[:199_999], weight, out=shifted[:, :32])
@@ -59,7 +50,7 @@ def test_alignment_is_compared_operand_by_operand(kind, device):
     first = base[2:130].view(2, 64), wide[:64]
     second = base[:128].view(2, 64), wide[1:65]
     flashnorm.rmsnorm(*first)
-    assert count_cold(lambda: flashnorm.rmsnorm(*second)) == 1
+    assert planned(lambda: flashnorm.rmsnorm(*second)) == 1
     assert torch.equal(flashnorm.rmsnorm(*second), cold(*second))
 
 
@@ -122,7 +113,7 @@ def test_a_forced_route_by_an_equal_name_is_the_same(kind, device):
             flashnorm.rmsnorm(x, weight)
 
     call()
-    assert count_cold(call) == 0
+    assert planned(call) == 0
 
 
 def test_compiling_the_function_itself(device):
