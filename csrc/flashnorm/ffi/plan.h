@@ -87,8 +87,8 @@ using LayerTiles = TileList<            //
 using TriedLayerTiles = TileList<Tile<128, 1, 8, 1, Whole, false, 7, 128, 5, true>,  //
                                  Tile<128, 1, 8, 1, Whole, false, 7, 256, 3>>;
 using TriedHeavyTiles = TileList<Tile<128, 1, 8, 1, Whole, false, 7, 128>>;
-using TriedModulatedTiles = TileList<Tile<64, 1, 8, 1, Whole, false, 6, 256, 2>,   //
-                                     Tile<128, 1, 8, 1, Whole, false, 5, 256, 2>,  //
+using TriedModulatedTiles = TileList<Tile<64, 1, 8, 1, Whole, false, 6, 256>,   //
+                                     Tile<128, 1, 8, 1, Whole, false, 5, 256>,  //
                                      Tile<128, 1, 8, 1, Whole, false, 5, 128, 4, true>>;
 #else
 using TriedLayerTiles = TileList<>;
