@@ -25,7 +25,7 @@ def wrong_plans(
 ) -> dict[Plan, str]:  # fmt: skip
     """What is wrong with each plan; empty if nothing is."""
     if name in SHARED:
-        return dict(_wrong_cases(name, module, h, tried))
+        return dict(_wrong_cases(name, module, rows[0], h, tried))
     call = make(name, *BUILDS[name], rows, h, device="cuda", **layout)
     wrong = {}
     for plan in tried:
@@ -41,8 +41,8 @@ def wrong_plans(
     return wrong
 
 
-def _wrong_cases(name: str, module: Any, h: int, tried: Sequence[Plan]) -> Iterator[tuple[Plan, str]]:
-    checker = Checker(name, h)
+def _wrong_cases(name: str, module: Any, rows: int, h: int, tried: Sequence[Plan]) -> Iterator[tuple[Plan, str]]:
+    checker = Checker(name, h, rows)
     for plan in tried:
         module["force_plan"](*plan)
         problem = checker.wrong(module["launch"])
@@ -53,8 +53,9 @@ def _wrong_cases(name: str, module: Any, h: int, tried: Sequence[Plan]) -> Itera
 
 def _work() -> Iterator[tuple[str, tuple[int, ...], int, dict[str, Any]]]:
     """(build, rows, H, how) of every check."""
+    own = [name for name in BUILDS if name not in SHARED]
     for h in WIDTHS:
-        for name in BUILDS.keys() - set(SHARED):
+        for name in own:
             yield name, (17 if h <= 4096 else 3 if h <= 65536 else 2,), h, {"bad_index": True}
     # One M of every class.
     for h in (7, 128, 576, 1024, 1536, 2047, 4096):
@@ -76,12 +77,14 @@ def _work() -> Iterator[tuple[str, tuple[int, ...], int, dict[str, Any]]]:
     for h in (128, 264, 576, 1536, 2048, 4096, 7168, 8192, 16384, 24576, 30000, 65536, 131072):
         for name in BUILDS:
             yield name, (5,), h, {"tried": None}
-    for h in (3072, 5120):
+    # More rows than CTAs that stay.
+    for h in (3072, 5120, 7168):
         for name in ("ln", "ln_quant", *SHARED):
-            yield name, (1999,), h, {"tried": None}
+            yield name, (700,), h, {"tried": None}
     for h in (9, 100, 1003, 2047, 4095, 4100, 7777, 9001, 20001):
         for name in BUILDS:
             yield name, (17,), h, {"tried": None}
+        for name in own:
             yield name, (17,), h, {"tried": None, "pad": 3, "start": 1}
 
 

@@ -30,20 +30,15 @@ from flashnorm.program import (
 B, H16, F, E4, E5, I8 = "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8"
 LOAD, ADD, GAIN, ROUNDED = LoadRow(), AddResidual(), (Affine(),), (Affine(), Round())
 
-# name: program, dtype of each operand in order
+# name: program, dtype of each operand in order; some are cases of the other tuner, too
 BUILDS: dict[str, tuple[RowProgram, tuple[str, ...]]] = {
-    "rms": (RowProgram(LOAD, Rms(), GAIN, Cast()), (B, B, B)),
+    **{name: (CASES[name].program, CASES[name].dtypes) for name in ("rms", "add", "ln", "add_ln", "ln_quant", "quant")},
     "rms_f32": (RowProgram(LOAD, Rms(), GAIN, Cast()), (F, F, F)),
     "save": (RowProgram(LOAD, Rms(), GAIN, Cast(), (SaveRstd(),)), (H16, F, H16, F)),
     "gemma": (RowProgram(LOAD, Rms(), (Affine(offset=1.0),), Cast()), (H16, B, H16)),
-    "add": (RowProgram(ADD, Rms(), GAIN, Cast("x")), (B, B, B)),
     "add_f32": (RowProgram(ADD, Rms(), GAIN, Cast("x")), (F, F, F)),
     "llama": (RowProgram(AddResidual(True), Rms(), (Affine(round_norm=True),), Cast("x")), (B, F, H16)),
-    "ln": (RowProgram(LOAD, MeanVar(), (AffineBias(),), Cast()), (B, F, F, B)),
     "ln_f32": (RowProgram(LOAD, MeanVar(), (AffineBias(),), Cast(), (SaveRstd(),)), (F, F, F, F, F)),
-    "add_ln": (RowProgram(ADD, MeanVar(), (AffineBias(),), Cast("x")), (B, B, F, F)),
-    "ln_quant": (RowProgram(LOAD, MeanVar(), (AffineBias(),), QuantTensor()), (B, F, F, E4)),
-    "quant": (RowProgram(LOAD, Rms(), GAIN, QuantTensor()), (B, B, E4)),
     "quant_device": (RowProgram(LOAD, Rms(), (Affine(offset=1.0),), QuantTensor(True)), (H16, F, E5, H16)),
     "add_quant": (RowProgram(ADD, Rms(), GAIN, QuantTensor(True)), (B, B, B, E4, F)),
     "block": (RowProgram(ADD, Rms(), ROUNDED, QuantBlocks(128, 1e-4, ratio=True, side=True)), (B, B, B, E4, F, B)),

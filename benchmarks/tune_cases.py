@@ -152,9 +152,9 @@ def bytes_moved(case: Case, rows: int, hidden_size: int) -> int:
 class Checker:
     """A few rows and their canonical bits, once a shape."""
 
-    def __init__(self, op: str, hidden_size: int) -> None:
+    def __init__(self, op: str, hidden_size: int, rows: int | None = None) -> None:
         self.case = CASES[op]
-        rows = max(3, min(67, (1 << 20) // hidden_size))
+        rows = rows or max(3, min(67, (1 << 20) // hidden_size))
         self.given = operands(self.case, rows, hidden_size, "cpu", seed=hidden_size)
         self.wanted = model.canonical(self.case.program, self.given, SCALARS)
 
