@@ -41,7 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _group(item: pytest.Item) -> str:
     """Tests that share what takes long stay together: a kernel compiled for an architecture, what a file makes once,
-    and again after every test of another file, or a combination's kernels; else those of one function."""
+    and again after every test of another file, or a combination's kernels; else those of one function. What takes
+    gigabytes takes turns."""
+    if item.get_closest_marker("large"):
+        return "large"
     callspec = getattr(item, "callspec", None)
     given = callspec.params if callspec is not None else {}
     if {"arch", "name"} <= given.keys():

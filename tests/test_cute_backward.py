@@ -40,9 +40,9 @@ def test_plans_are_legal_everywhere():
     """Every plan fits its architecture, and the workers of a CTA have partials that are added up next to each other."""
     asked = [
         Asks(loaded, words, exchanges, sums, vector)
-        for loaded in ((2, 2), (2, 4, 4))
+        for loaded in ((2, 2), (4, 4), (2, 4, 4))
         for words, exchanges, sums in ((1, 1, 1), (3, 2, 2), (1, 0, 1))
-        for vector in (0, 4)
+        for vector in (0, 2, 4)
     ]
     for hidden_size in HIDDEN + WIDE:
         for vec in (v for v in (8, 4, 2, 1) if hidden_size % v == 0):
@@ -54,6 +54,7 @@ def test_plans_are_legal_everywhere():
                         assert chosen.stream_bytes(asks) <= tiles.shared_limit(sm)
                         assert chosen.cluster_n == 1 or (stream_plans.has_clusters(sm) and chosen.cluster_n <= 8)
                         assert chosen.stages == 0 or vec * min(asks.loaded) >= 4
+                        assert not chosen.keeps_vectors(asks) or vec * asks.vector >= 4
                         assert partials(1, hidden_size) % (chosen.rows * chosen.streams) == 0
                         assert chosen.rows == 1 or chosen.summed
                     for most, chosen in few:

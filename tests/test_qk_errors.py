@@ -19,6 +19,12 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
+def placed(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """On a device, with elements that share memory sharing it there."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((size,), (1,), 0).to(device).as_strided(tensor.shape, tensor.stride())
+
+
 def arguments(case: Case = CASE, device: torch.device | str = "cpu") -> dict[str, Any]:
     """A good call, with its results given and poisoned."""
     problem = Problem(case)
@@ -119,7 +125,7 @@ def test_wrong_arguments(case: Case, name: str, warm: bool, device: torch.device
     if warm:
         flashnorm.fused_qk_rmsnorm_rope(**given)
         given = arguments(case, device)
-    given |= {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
+    given |= {k: placed(v, device) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
     with pytest.raises(error, match=f"fused_qk_rmsnorm_rope: .*{text}"):
         flashnorm.fused_qk_rmsnorm_rope(**given)
     for out in ("q_out", "k_out", "v_out"):

@@ -189,6 +189,8 @@ def stage_group(slot, plane, addr, dtype, vec, valid_bytes=None):
     """
     width = WIDTH[dtype]
     step = min(16, vec * width)
+    if step < 4:
+        raise ValueError(f"cp.async moves four bytes or more, not {step}")
     kind = "cg" if step == 16 else "ca"
     lines = [".reg .s32 n;"] if valid_bytes is not None else []
     for at in range(0, GROUP * width, step):

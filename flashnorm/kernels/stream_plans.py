@@ -83,8 +83,16 @@ def registers(tile: StreamTile, asks: Asks) -> int:
     return tile.rounds * (row + vectors + sums) + batch + work
 
 
+def copies(tile: StreamTile, asks: Asks) -> bool:
+    """Whether cp.async moves what the tile has in shared memory: four bytes at once, or more."""
+    widths = (asks.loaded if tile.stages else ()) + ((asks.vector,) if tile.keeps_vectors(asks) else ())
+    return all(tile.vec * width >= 4 for width in widths)
+
+
 def fits(tile: StreamTile, asks: Asks, sm: int, ctas: int = 1) -> bool:
-    """Whether a tile's registers and shared memory are there, for so many CTAs on an SM."""
+    """Whether a tile's copies, registers and shared memory are there, for so many CTAs on an SM."""
+    if not copies(tile, asks):
+        return False
     shared = shared_limit(sm) // ctas - RESERVED * (ctas > 1)
     return registers(tile, asks) <= min(255, 65536 // (ctas * tile.num_threads)) and tile.stream_bytes(asks) <= shared
 
@@ -107,10 +115,9 @@ def tiles_of(hidden_size: int, vec: int, sm: int, table: Table = SHAPES) -> Iter
 def pick(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile:
     """The tile for a row of H elements; pure."""
     most = lanes(hidden_size)
-    staged = vec * min(asks.loaded) >= 4  # the least that cp.async moves
     for shape, tile in tiles_of(hidden_size, vec, sm):
         for again, outer, vectors, stages in ORDER:
-            if (stages and not staged) or stages > shape.stages or (outer == "shared" and not asks.sums):
+            if stages > shape.stages or (outer == "shared" and not asks.sums):
                 continue
             refill = stages == 2 and again == "shared" and not asks.by_rows  # the registers are gone there
             full = replace(tile, again=again, outer=outer, vectors=vectors, stages=stages, refill=refill)
@@ -150,7 +157,7 @@ ORDER: list[tuple[Again, Outer, Vectors, int]] = [
 
 def pick_short(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile | None:
     """The tile for so few rows that a stream is one block; None where it is that for any number."""
-    if not asks.sums or asks.by_rows or asks.axes > 1 or vec * min(asks.loaded) < 4:
+    if not asks.sums or asks.by_rows or asks.axes > 1:
         return None
     for shape, tile in tiles_of(hidden_size, vec, sm, SHORT):
         two = replace(tile, again="shared", outer="shared", stages=2, refill=True, short=True, streams=2)
