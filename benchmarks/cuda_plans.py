@@ -134,10 +134,9 @@ def plans(module: Any, name: str, m: int, h: int) -> Iterator[Plan]:
         lanes *= 2
     numbers = [int(word) for word in module["tiles"]().split()]
     seen: set[Plan] = set()
-    for at in range(0, len(numbers), 9):
-        threads, cluster, held, groups, present, most, stays, shifted, programs = numbers[at : at + 9]
+    for at in range(0, len(numbers), 10):
+        threads, cluster, held, groups, present, most, some_rows, stays, shifted, programs = numbers[at : at + 10]
         narrow = threads == 0 and held > 1
-        some_rows = threads < 128 or most > threads
         threads = threads or lanes // max(1, held)
         turns = -(-h // 8192)
         fits = turns <= groups < 2 * turns and present * 8 * held_bytes(name) <= 256

@@ -109,7 +109,7 @@ def test_picked_plan(units: dict[str, Emulated], name: str, width: int) -> None:
         launch(units[name], Problem(case, (1, 2) if not case.rotary else (2,)))
 
 
-@pytest.mark.parametrize("heads", [(17, 1, 1), (33, 40, 2), (70, 5, 0), (0, 3, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(17, 1, 1), (33, 40, 41), (70, 5, 0), (0, 3, 1)], ids=str)
 @pytest.mark.parametrize("name", ["hidden", "neox_codes"])
 def test_sums_of_many_heads(units: dict[str, Emulated], name: str, heads: tuple[int, int, int]) -> None:
     """Every number of lanes a thread, and sums of several rounds."""
@@ -182,7 +182,7 @@ def test_compiles_without_a_stack_and_moves_16_bytes(arch: str, name: str, tmp_p
     command = [str(nvcc.path), *nvcc_flags(nvcc, target, host), *includes, "-cubin", "kernel.cu", "-o", "kernel.cubin"]
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
     usage = binaries.resources(tmp_path / "kernel.cubin")
-    assert len(usage) == (11 if KERNELS[name].scope == "hidden" else 8)
+    assert len(usage) == (12 if KERNELS[name].scope == "hidden" else 8)
     assert all(registers <= 128 and stack == 0 and local == 0 for registers, stack, local in usage), usage
     found = binaries.instructions(tmp_path / "kernel.cubin")
     wide = r"STG\.E.*\.64" if KERNELS[name].coded else r"STG\.E.*\.128"

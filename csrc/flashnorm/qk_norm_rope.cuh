@@ -147,12 +147,12 @@ class QkToken : QkPlace<Program, Tile> {
         // The lane's groups: one, unless the tile has as many lanes as a sum can have.
         int i = (thread_ + j * kThreads) * kGroup;
         lane[part][j] = 0.0f;
-        if (i >= count) continue;
+        if (j >= Tile::kPresent || i >= count) continue;
         Lane<Squares> squares;
         float v[kGroup];
         read(v, start + i, count - i);
         squares.first(v);
-        if constexpr (Tile::kLanes * kThreads == kMaxLanes) {
+        if constexpr (Tile::kLanes * kThreads == kMaxLanes && !Tile::kShort) {
           constexpr int kRound = kMaxLanes * kGroup;
           FN_KEEP_LOOP
           for (i += kRound; i < count; i += kRound) {

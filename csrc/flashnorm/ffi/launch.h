@@ -27,15 +27,15 @@ inline void force_plan(int threads, int rows, int cluster, int lanes, int groups
   forced_plan() = {threads, rows, cluster, lanes, groups, prefetch, stays};
 }
 
-// threads, cluster, lanes, groups, groups that are there, threads of a CTA at most, whether it stays, whether it is for
-// rows that are not whole aligned groups, and which programs have it (0: all but large ones, 1: heavy ones, 2: those of
+// threads, cluster, lanes, groups, groups that are there, threads of a CTA at most, whether a CTA may have several rows,
+// whether it stays, whether it is for rows that are not whole aligned groups, and which programs have it (0: all but large ones, 1: heavy ones, 2: those of
 // several sums, 3: large ones, 4: modulated ones, 5: dense ones), of every tile.
 inline std::string tiles() {
   std::string text;
   const auto describe = [&](auto tile, int programs) {
     const bool shifted = std::is_same_v<typename decltype(tile)::Access, Shifted>;
-    const int numbers[] = {tile.kThreads, tile.kCluster, tile.kLanes,  tile.kGroups, tile.kPresent,
-                           tile.kMaxCta,  tile.kStays,   int(shifted), programs};
+    const int numbers[] = {tile.kThreads, tile.kCluster,  tile.kLanes, tile.kGroups, tile.kPresent,
+                           tile.kMaxCta,  tile.kManyRows, tile.kStays, int(shifted), programs};
     for (const int number : numbers) text += std::to_string(number) + " ";
   };
   for_each_tile([&](auto tile) { describe(tile, 0); }, Tiles{});

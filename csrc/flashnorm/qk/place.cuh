@@ -19,7 +19,7 @@ class QkPlace {
   static constexpr int kThreads = Tile::kThreads;
   static constexpr int kUnit = Tile::kWhole ? kGroup : 1;  // elements that are stored together
   static constexpr int kStep = kThreads * kUnit;           // from one of a thread's units to the next
-  static constexpr int kFlight = Tile::kWhole ? 4 : 1;     // units that a thread moves at a time
+  static constexpr int kFlight = Tile::kShort ? Tile::kPresent : Tile::kWhole ? 4 : 1;  // that a thread moves at a time
   static constexpr bool kInterleave = Program::Options::kInterleave;
   static constexpr Scope kScope = Program::Options::kScope;
   // Groups of Q or K that a thread finishes together: addresses are constants away from each other, and weights, of
@@ -27,9 +27,10 @@ class QkPlace {
   // of K: plans see to it that a lane of a sum has one group, but where there are as many lanes as there can be.
   static constexpr bool kSums = kScope == Scope::kHidden;
   static constexpr int kMost = kInterleave ? 4 : kThreads < 512 ? 2 : 1;
-  static constexpr int kBatch = !Tile::kSteady ? 1 : kSums && Tile::kLanes < kMost ? Tile::kLanes : kMost;
-  static constexpr bool kOnce =
-      Tile::kSteady && kSums && Tile::kLanes == kBatch && kThreads * Tile::kLanes < kMaxLanes;
+  static constexpr bool kAll = kSums && (Tile::kPresent < kMost || (Tile::kShort && kInterleave));
+  static constexpr int kBatch = !Tile::kSteady ? 1 : kAll ? Tile::kPresent : kMost;
+  static constexpr bool kOnce = Tile::kSteady && kSums && Tile::kPresent == kBatch &&
+                                (Tile::kShort || kThreads * Tile::kLanes < kMaxLanes);
 
   FN_DEVICE QkPlace(const Program& program, const QkGrid& grid)
       : program_(program), layout_(program.layout), grid_(grid) {

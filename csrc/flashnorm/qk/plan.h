@@ -44,6 +44,7 @@ using QkTrials = QkTiles<>;
 using QkSumTiles =
     QkTiles<QkTile<32, 4, Groups::kSteady, true>, QkTile<64, 4, Groups::kSteady, true>,
             QkTile<128, 4, Groups::kSteady, true>, QkTile<128, 8, Groups::kSteady, true>,
+            QkTile<128, 8, Groups::kSteady, true, 5>,  // up to 40 heads of 128
             QkTile<512, 2, Groups::kSteady, true>, QkTile<64, 4, Groups::kWhole, true>,
             QkTile<128, 8, Groups::kWhole, true>, QkTile<512, 2, Groups::kWhole, true>,
             QkTile<512, 2, Groups::kWhole, false>, QkTile<128, 8, Groups::kLoose, true>,
@@ -99,11 +100,14 @@ struct QkLaunch {
 template <class Program>
 QkLaunch<Program> qk_launch(const QkPlan& plan, const QkLayout& layout) {
   QkLaunch<Program> launch;
+  int present = 0;  // of the tiles that carry it out, the one with the least room
   QkTilesOf<Program>::each([&](auto tile) {
     using Tile = decltype(tile);
+    const bool room = !Tile::kShort || widest(layout) <= Tile::kPresent * plan.threads * kGroup;
     if (Tile::kThreads == plan.threads && Tile::kLanes == plan.lanes && Tile::kGroups == plan.groups &&
-        Tile::kStaged == plan.staged) {
+        Tile::kStaged == plan.staged && room && (present == 0 || Tile::kPresent < present)) {
       launch.kernel = qk_norm_rope<Program, Tile>;
+      present = Tile::kPresent;
     }
   });
   const bool few = plan.threads * plan.lanes < kMaxLanes && plan.threads * plan.lanes < lanes_of(widest(layout));

@@ -11,10 +11,12 @@ namespace flashnorm {
 enum class Groups { kLoose, kWhole, kSteady };
 
 // How a kernel divides a token, fixed when it is compiled.
-template <int kThreads_, int kLanes_, Groups kGroups_, bool kStaged_>
+template <int kThreads_, int kLanes_, Groups kGroups_, bool kStaged_, int kPresent_ = kLanes_>
 struct QkTile {
   static constexpr int kThreads = kThreads_;
-  static constexpr int kLanes = kLanes_;  // of a canonical sum, a thread
+  static constexpr int kLanes = kLanes_;      // of a canonical sum, a thread
+  static constexpr int kPresent = kPresent_;  // that have a group; where it is not all of them, one and no more
+  static constexpr bool kShort = kPresent < kLanes;
   static constexpr Groups kGroups = kGroups_;
   static constexpr bool kWhole = kGroups != Groups::kLoose;
   static constexpr bool kSteady = kGroups == Groups::kSteady;
