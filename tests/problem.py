@@ -181,8 +181,8 @@ class Problem:
 
     @property
     def near(self) -> bool:
-        """Whether GPUs have an approximation in place of an exponential, so that bits are those of a route."""
-        return self.combo.op == SILU and torch.device(self.device).type == "cuda"
+        """Whether GPUs have an approximation in place of an exponential (rows of 16 bits): bits are those of a route."""
+        return self.combo.op == SILU and self.combo.x != "f32" and torch.device(self.device).type == "cuda"
 
     @property
     def what(self) -> str:

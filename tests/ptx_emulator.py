@@ -254,6 +254,8 @@ class Machine:
     def _move(self, op, names, env, active):
         if op.startswith("cp.async."):
             to, source, size = self._address(names[0], env), self._address(names[1], env), int(names[2])
+            if size not in (4, 8, 16):
+                raise AssertionError(f"cp.async of {size} bytes")
             count = self._read(names[3], env, np.int64) if len(names) > 3 else self._lanes(size, np.int64)
             data = np.zeros((*self.shape, size), np.uint8)
             for byte in range(size):

@@ -325,8 +325,11 @@ def test_silu_is_near_the_formula():
     alone = np.resize(values, (-(-values.size // 8), 8))
     firsts = []
     for group in (mixed, alone):
-        got = np.stack(run(lambda *v: silu.activate(list(v), "silu"), *group.T), 1)
+        got = np.stack(run(lambda *v: silu.activate(list(v), "silu", "bfloat16"), *group.T), 1)
         want = arithmetic.silu(torch.from_numpy(group)).numpy()
+        exactly = np.stack(run(lambda *v: silu.activate(list(v), "silu", "float32"), *group.T), 1)
+        np.testing.assert_array_equal(exactly.view(np.int32)[~np.isnan(want)], want.view(np.int32)[~np.isnan(want)])
+        assert np.isnan(exactly[np.isnan(want)]).all()
         numbers = ~np.isnan(want)
         np.testing.assert_array_equal(np.isnan(got), ~numbers)
         np.testing.assert_array_equal(np.signbit(got)[numbers], np.signbit(want)[numbers])

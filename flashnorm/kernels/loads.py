@@ -123,7 +123,7 @@ class Gated(Product):
     names = ("x", "gate")
 
     def _make(self, j):
-        act = activate(self.k.values("gate", j), self.stage.activation)
+        act = activate(self.k.values("gate", j), self.stage.activation, self.k.variant.rounding)
         return [mul_rn(a, b) for a, b in zip(self.k.values("x", j), act, strict=True)]
 
 

@@ -35,12 +35,13 @@ def round_(k, stage, j, n):
 
 def silu(k, stage, j, n):
     """y = div(y, add(1, exp(-y)))."""
-    return activate(n, "silu")
+    return activate(n, "silu", k.variant.rounding)
 
 
 def gate(k, stage, j, n):
     """y = mul(y, act(gate))."""
-    return [mul_rn(a, b) for a, b in zip(n, activate(k.values("gate", j), stage.activation), strict=True)]
+    act = activate(k.values("gate", j), stage.activation, k.variant.rounding)
+    return [mul_rn(a, b) for a, b in zip(n, act, strict=True)]
 
 
 def mix_residual(k, stage, j, n):

@@ -173,14 +173,16 @@ LN2 = (float.fromhex("0x1.62e43p-1"), float.fromhex("-0x1.05c61p-29"))
 
 @dataclass(frozen=True)
 class Silu(Stage):
-    """y = div(y, add(1, exp(-y))), within 4 ulp for |y| <= 80, and the same bits on one route and architecture.
+    """y = div(y, add(1, exp(-y))), within 4 ulp for |y| <= 80; rows in fp32 have the same bits everywhere, others
+    on the GPU routes of one architecture.
 
-    -0 stays, an infinity is itself or, below zero, NaN, and what is far below zero is -0. On the CPU, and in the model,
+    -0 stays, an infinity is itself or, below zero, NaN, and what is far below zero is -0.
     exp(t): infinite for t > 88.5; else, with t = max(t, -87): c = 1.5 * 2^23; k = fma(t, LOG2E[0], c); n = sub(k, c);
     f = fma(t, LOG2E[0], -n); f = fma(t, LOG2E[1], f); p = EXP2[5]; p = fma(p, f, EXP2[i]) for i = 4 ... 0;
     p = fma(p, f, 1); exp = mul(p, 2^n), exact; within 1.2 ulp.
-    On GPUs, by their approximations of 2^x and 1/x: k = mul(y, -LOG2E[0]); v = fma(k, -LN2[1], fma(k, -LN2[0], -y));
-    e = 2^k; w = mul(e, v); d = add(e, 1); q = mul(y, 1/d); y = fma(-fma(w, q, fma(d, q, -y)), 1/d, q).
+    On GPUs, where rows have 16 bits, by their approximations of 2^x and 1/x: k = mul(y, -LOG2E[0]);
+    v = fma(k, -LN2[1], fma(k, -LN2[0], -y)); e = 2^k; w = mul(e, v); d = add(e, 1); q = mul(y, 1/d);
+    y = fma(-fma(w, q, fma(d, q, -y)), 1/d, q).
     """
 
 

@@ -238,7 +238,7 @@ struct LoadGated {
   FN_HOST_DEVICE void keep(Pack<Kept, N>& kept, const Raw<N>& raw, int) const {
     float v[N], g[N];
     widen(g, raw.gate);
-    activate<Options::kActivation>(g);
+    activate<Options::kActivation, typename Options::Input>(g);
     widen(v, raw.x);
     FN_UNROLL
     for (int i = 0; i < N; ++i) v[i] = fp::mul(v[i], g[i]);

@@ -35,7 +35,7 @@ struct Gate : NoOperands {
   FN_HOST_DEVICE void apply(float (&v)[N], const Raw<N>&, const Rows<N>& rows) const {
     float g[N];
     widen(g, rows.gate);
-    activate<Options::kActivation>(g);
+    activate<Options::kActivation, typename Options::Input>(g);
     FN_UNROLL
     for (int i = 0; i < N; ++i) v[i] = fp::mul(v[i], g[i]);
   }

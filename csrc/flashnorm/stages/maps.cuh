@@ -117,7 +117,7 @@ struct Silu : NoOperands {
 
   template <int N>
   FN_HOST_DEVICE void apply(float (&v)[N], const Raw<N>&) const {
-    activate<Activation::kSilu>(v);
+    activate<Activation::kSilu, typename Options::Input>(v);
   }
 };
 
