@@ -181,7 +181,7 @@ class Problem:
 
     @property
     def near(self) -> bool:
-        """Whether GPUs have an approximation in place of an exponential (rows of 16 bits): bits are those of a route."""
+        """Whether GPUs have an approximation of the exponential, for 16-bit rows, so that bits are those of a route."""
         return self.combo.op == SILU and self.combo.x != "f32" and torch.device(self.device).type == "cuda"
 
     @property
