@@ -142,7 +142,7 @@ def plans(module: Any, name: str, m: int, h: int) -> Iterator[Plan]:
         fits = turns <= groups < 2 * turns and present * 8 * held_bytes(name) <= 256
         fits = fits and (present == held * groups or h <= 8 * present * threads * cluster)
         fits = fits or (held == 0 and turns > 1)
-        fits = fits and programs in lists_of(name) and not (narrow and lanes > 32)
+        fits = fits and programs in lists_of(name) and not (narrow and lanes > 32) and threads <= most
         if bool(shifted) != (h % 8 != 0) or threads * cluster * max(1, held) != lanes or not fits:
             continue
         sizes = [cta for cta in (64, 128, 256, 512) if cta <= most and cta % threads == 0]

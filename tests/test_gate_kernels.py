@@ -83,7 +83,7 @@ def whole(program: RowProgram, h: int) -> int:
     return -(-h // store.block) * store.block if isinstance(store, (QuantBlocks, QuantNvfp4)) else h
 
 
-@pytest.mark.parametrize("h", [1, 8, 72, 111, 264, 576, 1000, 2048, 3072, 4095, 5120, 8200, 16384, 20001, 40960])
+@pytest.mark.parametrize("h", [1, 8, 72, 111, 264, 576, 1000, 2048, 3072, 4095, 5120, 8200, 16384, 20001, 40960, 65568])
 def test_picked_plan(units: dict[str, Emulated], unit: str, h: int) -> None:
     for sm, memory in ((90, 227 * 1024), (75, 64 * 1024)) if h > 8192 else ((90, 227 * 1024),):
         units[unit].force(sm=sm, shared_memory=memory)

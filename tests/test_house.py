@@ -224,3 +224,17 @@ def test_groups_of_tests_stay_together(request: pytest.FixtureRequest) -> None:
         assert "@" in request.node.nodeid
     else:
         pytest.skip("for pytest-xdist with --dist loadgroup")
+
+
+def test_errors_in_cpp_are_made_of_text() -> None:
+    """A number that goes into a stream ends a process that has two C++ runtimes (ffi/text.h)."""
+    allowed = re.compile(r'("|text\(|std::to_string\(|cudaGetError(Name|String)\(|what\b|shape\b)')
+    thrown = 0
+    for path in files({".h", ".cuh", ".cpp", ".cu"}):
+        if path.relative_to(ROOT).parts[0] != "csrc":
+            continue
+        for statement in re.findall(r"TVM_FFI_THROW\(\w+\)(.*?);\n", path.read_text(encoding="utf-8"), re.DOTALL):
+            parts = [part.strip() for part in statement.split("<<")[1:]]
+            assert parts and all(map(allowed.match, parts)), f"{path.name}: {statement}"
+            thrown += 1
+    assert thrown > 10

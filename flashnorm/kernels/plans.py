@@ -185,16 +185,17 @@ def has_clusters(sm: int) -> bool:
 def _dense(shape: Shape, hidden_size: int, held: int, most: bool) -> Shape:
     """The shape with threads that have the same number of groups each, where that is possible.
 
-    Rows of a few groups a thread: two to five groups, and where there are more rows than run at once three at least,
-    two rows in turn, which share what a thread does for itself and the widened weights (SASS instructions an element of
-    RMSNorm + SiLU at H = 256, sm_90: 23.6 with two groups, 22.5 with four, 21.2 with two rows of these). Wider rows:
+    Rows of a few groups a thread: two to five groups, and where there are more rows than run at once three at least, of
+    which two rows take turns and share what a thread does for itself and the widened weights (SASS instructions an
+    element of RMSNorm + SiLU at H = 256, sm_90: 23.6 with two groups, 22.5 with four). With more groups turns would
+    leave too few warps (99840 x 192: 0.95 of `mul`, three groups; x 128: 0.82, four in turn on 24 warps). Wider rows:
     fewer threads, as long as they hold few enough (NVFP4 at 7168: 27.8 with 3.5 groups a thread, 22.8 with seven).
     """
     groups, threads, least = -(-hidden_size // GROUP), WARP, 3 if most else 2
     while threads > 1 and (groups % threads or groups // threads < least):
         threads //= 2
     if least <= groups // threads <= 5 and groups % threads == 0:
-        return Shape(threads, 128, turns=2 if most else 1)
+        return Shape(threads, 128, turns=2 if most and groups // threads == 3 else 1)
     threads = shape.threads
     while threads > WARP and groups % threads:
         threads //= 2

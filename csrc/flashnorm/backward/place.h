@@ -53,8 +53,8 @@ void check_workspace(const Program& program, const Operands& operands, int64_t e
   const int64_t needed = streams.own ? 0
                                      : Program::kSums * streams.weight_rows * streams.partials * operands.hidden_size();
   if (elements < needed || reinterpret_cast<uintptr_t>(program.workspace) % 16 != 0) {
-    TVM_FFI_THROW(ValueError) << "the workspace must be aligned to 16 bytes and hold " << needed
-                              << " elements, got " << elements;
+    TVM_FFI_THROW(ValueError) << "the workspace must be aligned to 16 bytes and hold " << text(needed)
+                              << " elements, got " << text(elements);
   }
 }
 

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -149,7 +150,9 @@ void make_guard(PackedArgs args, Any* result) {
   const auto views = args[5].cast<Array<Any>>();
   constexpr int kOwn = 6;
   const int count = args.size() - kOwn;
-  if (guard.leading + count > kMaxArguments) TVM_FFI_THROW(ValueError) << "more than " << kMaxArguments << " arguments";
+  if (guard.leading + count > kMaxArguments) {
+    TVM_FFI_THROW(ValueError) << "more than " << std::to_string(kMaxArguments) << " arguments";
+  }
   uintptr_t first[kMaxArguments] = {};
   for (int i = 0; i < count; ++i) {
     Operand operand;

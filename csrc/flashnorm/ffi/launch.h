@@ -65,7 +65,7 @@ void launch_rows(const Program& program, const Operands& operands, bool enable_p
   if (forced_plan().threads > 0) plan = forced_plan();
 #endif
   const RowLaunch<Program> launch = row_launch(program, operands, plan, facts);
-  if (launch.ctas > 0x7FFFFFFFll) TVM_FFI_THROW(ValueError) << rows << " rows are too many for one launch";
+  if (launch.ctas > 0x7FFFFFFFll) TVM_FFI_THROW(ValueError) << text(rows) << " rows are too many for one launch";
 
   const bool pdl = enable_pdl && facts.sm >= 90;
   const LaunchShape shape{launch.ctas, dim3(plan.threads, plan.rows), launch.stage_bytes, plan.cluster, pdl};

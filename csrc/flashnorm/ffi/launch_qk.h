@@ -34,7 +34,7 @@ void launch_qk(const Program& program, const QkOperands& operands, bool enable_p
   if (operands.device().device_type != kDLCUDA) TVM_FFI_THROW(ValueError) << "the tensors are not on a CUDA device";
   const int64_t tokens = operands.tokens();
   if (tokens == 0) return;
-  if (tokens > 0x7FFFFFFFll) TVM_FFI_THROW(ValueError) << tokens << " tokens are too many for one launch";
+  if (tokens > 0x7FFFFFFFll) TVM_FFI_THROW(ValueError) << text(tokens) << " tokens are too many for one launch";
   const int device = operands.device().device_id;
   const DeviceGuard guard(device);
   const DeviceFacts& facts = qk_device<Program>(device);

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "../vec.cuh"
+#include "text.h"
 
 namespace flashnorm {
 
@@ -52,7 +53,7 @@ class Operands {
   Operands(const TensorView* tensors, int count, int grid) : tensors_(tensors) {
     const TensorView& row = tensors[grid];
     if (row.ndim() != 2 && row.ndim() != 3) {
-      TVM_FFI_THROW(ValueError) << "operand " << grid << " has " << row.ndim()
+      TVM_FFI_THROW(ValueError) << "operand " << text(grid) << " has " << text(row.ndim())
                                 << " dimensions, expected [M, H] or [A, B, H]";
     }
     rank_ = row.ndim() - 1;
@@ -61,13 +62,14 @@ class Operands {
     grid_rows_ = outer_ * inner_;
     const int64_t hidden_size = row.size(rank_);
     if (hidden_size < 1 || hidden_size > kMaxHiddenSize) {
-      TVM_FFI_THROW(ValueError) << "rows of " << hidden_size << " elements, expected 1 to " << kMaxHiddenSize;
+      TVM_FFI_THROW(ValueError) << "rows of " << text(hidden_size) << " elements, expected 1 to "
+                                << text(kMaxHiddenSize);
     }
     hidden_size_ = int(hidden_size);
     for (int i = 1; i < count; ++i) {
       const DLDevice other = tensors[i].device();
       if (other.device_type != device().device_type || other.device_id != device().device_id) {
-        TVM_FFI_THROW(ValueError) << "operand " << i << " is on another device than operand 0";
+        TVM_FFI_THROW(ValueError) << "operand " << text(i) << " is on another device than operand 0";
       }
     }
     width_ = kGroup;
@@ -186,9 +188,9 @@ class Operands {
   const TensorView& checked(int index) const {
     const DLDataType found = tensors_[index].dtype(), expected = ElementType<Element>::value;
     if (found.code != expected.code || found.bits != expected.bits || found.lanes != expected.lanes) {
-      TVM_FFI_THROW(ValueError) << "operand " << index << " has element type (" << int(found.code) << ", "
-                                << int(found.bits) << "), this kernel was built for (" << int(expected.code) << ", "
-                                << int(expected.bits) << ")";
+      TVM_FFI_THROW(ValueError) << "operand " << text(index) << " has element type (" << text(found.code) << ", "
+                                << text(found.bits) << "), this kernel was built for (" << text(expected.code) << ", "
+                                << text(expected.bits) << ")";
     }
     return tensors_[index];
   }
@@ -221,9 +223,9 @@ class Operands {
     const TensorView& t = tensors_[index];
     std::string shape;
     for (int i = 0; i < t.ndim(); ++i) shape += (i ? ", " : "") + std::to_string(t.size(i));
-    TVM_FFI_THROW(ValueError) << "operand " << index << " of shape (" << shape << ") does not fit rows of "
-                              << hidden_size_ << " elements in a grid of " << outer_ << " x " << inner_
-                              << ", or its last stride is not 1";
+    TVM_FFI_THROW(ValueError) << "operand " << text(index) << " of shape (" << shape << ") does not fit rows of "
+                              << text(hidden_size_) << " elements in a grid of " << text(outer_) << " x "
+                              << text(inner_) << ", or its last stride is not 1";
   }
 
   const TensorView* tensors_;

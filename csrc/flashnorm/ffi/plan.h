@@ -274,10 +274,11 @@ inline Plan pick_for_many_layered(int hidden_size, int size, bool some, bool mos
                : pick_for_many(hidden_size, size, some, clusters);
 }
 
-// The same for diffusion transformers. Not measured.
+// The same for diffusion transformers. Figures: gate, gamma and beta in fp32, 32760 and 1920 rows of 3072: 197.8 and
+// 16.0 us on 128 threads, 199.8 and 19.0 on 64.
 inline Plan pick_for_many_modulated(int hidden_size, int size, bool some, bool most, bool heavy, bool layered,
                                     bool clusters) {
-  if (lanes_of(hidden_size) == 512) return {64, 1, 1, 8, 1, false};
+  if (lanes_of(hidden_size) == 512) return {128, 1, 1, 4, 1, false};
   if (hidden_size > 4096 && hidden_size <= 8192) return {128, 1, 1, 8, 1, false};
   return layered ? pick_for_many_layered(hidden_size, size, some, most, heavy, clusters)
                  : pick_for_many_heavy(hidden_size, size, some, clusters);
@@ -315,6 +316,7 @@ inline Plan pick_any(const DeviceFacts& device, int64_t rows, int hidden_size, i
 inline Plan with_registers(Plan plan, bool clusters, bool shifted) {
   const int held = plan.lanes * plan.groups;
   if (shifted && (held == 0 || held == 4)) return {256, 1, 1, 0, 0, plan.prefetch};
+  if (held > 8) return {128, 1, 8, 0, 0, plan.prefetch};
   if (plan.threads >= 512 && plan.cluster == 2) return {256, 1, 4, 1, 4, plan.prefetch};
   if (plan.threads >= 512 && held == 4 && clusters) return {256, 1, 2, 2, 2, plan.prefetch};
   if (plan.threads >= 512 && plan.cluster == 1 && (held == 0 || held >= 4)) return {256, 1, 1, 0, 0, plan.prefetch};

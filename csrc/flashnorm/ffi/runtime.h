@@ -6,6 +6,7 @@
 #include <tvm/ffi/extra/c_env_api.h>
 
 #include "facts.h"
+#include "text.h"
 
 namespace flashnorm {
 
@@ -44,7 +45,7 @@ template <class Load>
 const DeviceFacts& facts_of(int device, const Load& load) {
   // One benign race: two threads may both ask, and write the same figures. Each program has a Load of its own.
   static DeviceFacts known[kMaxDevices];
-  if (device < 0 || device >= kMaxDevices) TVM_FFI_THROW(RuntimeError) << "no room for device " << device;
+  if (device < 0 || device >= kMaxDevices) TVM_FFI_THROW(RuntimeError) << "no room for device " << text(device);
   if (known[device].sm != 0) return known[device];
   DeviceFacts facts;
   int major = 0, minor = 0;

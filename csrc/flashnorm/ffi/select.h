@@ -67,8 +67,9 @@ RowLaunch<Program> row_launch(const Program&, const Operands& operands, Plan pla
     resident = Tile::kResident;
   });
   if (launch.kernel == nullptr) {
-    TVM_FFI_THROW(RuntimeError) << "no kernel for " << plan.threads << " threads x " << plan.cluster << " CTAs a row, "
-                                << plan.lanes << " lanes a thread, " << plan.groups << " groups a lane";
+    TVM_FFI_THROW(RuntimeError) << "no kernel for " << text(plan.threads) << " threads x " << text(plan.cluster)
+                                << " CTAs a row, " << text(plan.lanes) << " lanes a thread, " << text(plan.groups)
+                                << " groups a lane";
   }
   launch.ctas = (operands.grid_rows() + plan.rows - 1) / plan.rows * plan.cluster;
   if (plan.stays) {

@@ -18,7 +18,9 @@ inline QkLayout layout_of(const tvm::ffi::Array<int64_t>& integers, const tvm::f
   QkLayout layout{};
   int at = 0;
   const auto next = [&] { return int(integers[at++]); };
-  if (integers.size() != kIntegers) TVM_FFI_THROW(ValueError) << kIntegers << " integers, got " << integers.size();
+  if (integers.size() != kIntegers) {
+    TVM_FFI_THROW(ValueError) << text(kIntegers) << " integers, got " << text(integers.size());
+  }
   for (int& n : layout.heads) n = next();
   layout.head_dim = next();
   layout.rotary_dim = next();
@@ -109,7 +111,7 @@ class QkOperands {
     whole_ = whole_ && head_stride <= (0x7FFFFFFF - kMaxHeadDim) / (heads > 1 ? heads : 1);
   }
   void refuse(int index) const {
-    TVM_FFI_THROW(ValueError) << "operand " << index << " does not fit the layout that the kernel was bound with";
+    TVM_FFI_THROW(ValueError) << "operand " << text(index) << " does not fit the layout that the kernel was bound with";
   }
 
   const TensorView* tensors_;
