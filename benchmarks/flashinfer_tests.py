@@ -79,7 +79,8 @@ def run_pytest(checkout: Path, options: argparse.Namespace, report: Path, which:
     command += ["-n", str(options.jobs), "--dist", options.dist] if options.jobs > 1 else []
     command += ["-k", options.k] if options.k else []
     command += [f"--junitxml={report}", "--color=no", "-W", "ignore", *map(str, which)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{checkout}", "PYTHONDONTWRITEBYTECODE": "1"}
+    places = [str(ROOT), str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "PYTHONDONTWRITEBYTECODE": "1"}
     subprocess.run(command, cwd=checkout, env=environment, check=False)
 
 

@@ -26,7 +26,10 @@ StreamPlans = tuple[tuple["int | None", StreamTile], ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a table says of a tile: threads of a CTA at most, elements of a row a thread, CTAs a row, CTAs an SM."""
+    """What a table says of a tile: threads of a CTA at most, elements of a row a thread, CTAs a row, CTAs an SM.
+
+    `exchanges`: sums of a row at most, of a program that it is for.
+    """
 
     threads: int
     elements: int
@@ -35,6 +38,7 @@ class Shape:
     stages: int = 3
     streaming: bool = False
     prefetch: Prefetch = "all"
+    exchanges: int = 2
 
 
 Table = tuple[tuple[int, tuple[Shape, ...]], ...]
@@ -43,7 +47,8 @@ CTAS = 128
 # threads at most, over all CTAs of a cluster: those of wide rows have more elements, and shorter CTAs.
 SHAPES: Table = (
     (2048, (Shape(512, 16), Shape(256, 16))),
-    (4096, (Shape(512, 16, stages=2), Shape(256, 16, stages=2))),  # 16384 x 4096: 102.5 us, 106 to 108 with three
+    # 16384 x 4096: 102.5 us, 106 to 108 with three stages.
+    (4096, (Shape(512, 16, stages=2, exchanges=1), Shape(512, 16), Shape(256, 16))),
     (8192, (Shape(512, 16), Shape(256, 16))),
     (16384, (Shape(512, 32), Shape(256, 16, 4, 2), Shape(512, 16, 2), Shape(256, 16, 4), Shape(128, 16, 8))),
     (32768, (Shape(512, 32, 2), Shape(256, 32, 4), Shape(128, 32, 8))),
@@ -118,6 +123,8 @@ def pick(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile:
     """The tile for a row of H elements; pure."""
     most = lanes(hidden_size)
     for shape, tile in tiles_of(hidden_size, vec, sm):
+        if asks.exchanges > shape.exchanges:
+            continue
         for again, outer, vectors, stages in ORDER:
             if stages > shape.stages or (outer == "shared" and not asks.sums):
                 continue
