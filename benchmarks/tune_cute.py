@@ -88,6 +88,10 @@ def second_round(best: RowTile, few: bool) -> Iterator[RowTile]:
     yield change(best, early_weights=not best.early_weights)
     yield change(best, signal_early=True)
     yield change(best, signal_early=True, prefetch="vecs")
+    if best.cluster_n > 1:
+        yield change(best, mailbox=True)
+        yield change(best, mailbox=True, signal_early=True, prefetch="vecs")
+        yield change(best, mailbox=True, signal_early=True, prefetch="vecs", batch=8)
     if few:
         yield change(best, signal_early=True, prefetch="all")
         yield change(best, signal_early=True, prefetch="all", early_weights=not best.early_weights)
@@ -113,6 +117,7 @@ def describe(tile: RowTile) -> str:
     flags = [f for f in ("staged", "early_weights", "signal_early", "streaming") if getattr(tile, f)]
     flags += [f"prefetch-{tile.prefetch}"] if tile.prefetch != "none" else []
     flags += [f"turns-{tile.turns}"] if tile.turns > 1 else []
+    flags += ["mailbox"] if tile.mailbox else []
     return f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} {tile.hold} b{tile.batch} {' '.join(flags)}"
 
 

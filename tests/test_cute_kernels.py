@@ -66,7 +66,7 @@ def tile_grid(hidden_size, vec=8):
     for c in (2, 4, 8, 16):
         for t in (32, 64, 256):
             if t * c <= most:
-                yield RowTile(hidden_size, vec, t, t, c, signal_early=True, prefetch="all")
+                yield RowTile(hidden_size, vec, t, t, c, signal_early=True, prefetch="all", mailbox=t != 32)
 
 
 @pytest.mark.parametrize("hidden_size", HIDDEN)
@@ -130,7 +130,7 @@ def test_residuals_and_reload_policies(hold, dtypes):
             vec, early = (8 if hidden_size % 8 == 0 else 2), hold == "registers"
             tile = RowTile(
                 hidden_size, vec, t, n, c, hold=hold, staged=hold == "shared", early_weights=early, batch=3,
-                late_residual=c == 4,
+                late_residual=c == 4, mailbox=c == 4,
             )  # fmt: skip
             check(program, dtypes_of(program, **names), hidden_size, tile)
 

@@ -51,11 +51,10 @@ class Frame:
         held: what a load stage keeps for the later passes, by round (hold="registers").
         native_fp4: the target has conversions to e2m1.
         scalars: the launch's fp32 values by name.
-        mailbox: where exchanges over a cluster arrive and the phase to wait for, or None for the cluster's barrier.
+        mailboxes: shared address of those that exchanges over a cluster arrive in, if they do.
     """
 
     native_fp4 = False
-    mailbox: tuple | None = None
 
     def __init__(self, tile, variant, sm, tensors, tid, bid, shared_base, needs=None):
         self.tile, self.variant, self.sm, self.tensors, self.tid = tile, variant, sm, tensors, tid
@@ -76,6 +75,10 @@ class Frame:
             self.tight = needs.narrow or needs.dense
         self._exchange_base = shared_base + self.row_in_cta * Int32(needs.exchanges * tile.blocks * 4)
         self.stage_base = shared_base + Int32(tile.exchange_bytes(needs)) + tid * Int32(SLOT)
+        self.mailboxes, self.mailbox_count = shared_base, 0
+        if tile.mailbox:
+            self.mailbox_count = needs.exchanges
+            self.mailboxes = shared_base + Int32(tile.exchange_bytes(needs) - SLOT * needs.exchanges)
         self.cta = block
         self.coords: tuple = ()
         self._place_row(0)
@@ -373,3 +376,16 @@ class Frame:
         """Whether no exchange has been waited for; true once."""
         first, self._exchanged = not self._exchanged, True
         return first
+
+    def open_mailboxes(self):
+        """Make the mailboxes of the cluster's exchanges; the cluster's next barrier shows them to the others."""
+        for number in range(self.mailbox_count):
+            box = self.mailboxes + Int32(number * SLOT)
+            memory.open_mailbox(box.ir_value(), (self.tid == Int32(0)).to(Int32).ir_value())
+        memory.publish_mailboxes()
+
+    def mailbox(self):
+        """Where the exchange at hand arrives and the phase to wait for, or None for the cluster's barrier."""
+        if not self.tile.mailbox:
+            return None
+        return self.mailboxes + Int32((self._exchanges - 1) * SLOT), Int32(0)

@@ -149,11 +149,11 @@ def row_sums(k, lane_values):
     slots = [k.exchange_slots() for _ in in_warp]
     places = [base + slot_of(tile, block) * Int32(4) for base in slots]
     copy = lane & Int32((1 << spread) - 1)
-    exchange(k, places, [value for value, _ in in_warp], copy)
+    exchange(k, places, [value for value, _ in in_warp], copy, tile.blocks)
     return [fold(tile, base, tid) for base in slots]
 
 
-def exchange(k, places, values, copy):
+def exchange(k, places, values, copy, count):
     """Write fp32 values to shared memory, where every thread of the row may read them afterwards.
 
     Args:
@@ -161,6 +161,7 @@ def exchange(k, places, values, copy):
         places: the address for each value.
         values: what the warp has for that address; threads of a warp with the same address have the same value.
         copy: which of these threads this one is: the first one writes, and with a cluster number i writes to CTA i.
+        count: how many values of each come together.
     """
     tile = k.tile
     if tile.cluster_n == 1:
@@ -170,15 +171,16 @@ def exchange(k, places, values, copy):
         return
     # A warp holds 32 T / L copies of a block sum, T = threads of the row >= 32 * cluster_n: one for every CTA.
     inside = (copy < Int32(tile.cluster_n)).to(Int32)
-    if k.mailbox is not None:
-        box, phase = (v.ir_value() for v in k.mailbox)
-        memory.expect_bytes(box, 4 * tile.blocks * len(values), (k.tid == Int32(0)).to(Int32).ir_value())
+    if k.first_exchange():
+        memory.cluster_wait()  # every peer runs, so its shared memory exists (they arrived before their loads)
+    mailbox = k.mailbox()
+    if mailbox is not None:
+        box, phase = (v.ir_value() for v in mailbox)
+        memory.expect_bytes(box, 4 * count * len(values), (k.tid == Int32(0)).to(Int32).ir_value())
         for place, value in zip(places, values, strict=True):
             memory.send_float(place.ir_value(), copy.ir_value(), value, box, inside.ir_value())
         memory.await_mailbox(box, phase)
         return
-    if k.first_exchange():
-        memory.cluster_wait()  # every peer runs, so its shared memory exists (they arrived before their loads)
     for place, value in zip(places, values, strict=True):
         memory.write_remote_float(place.ir_value(), copy.ir_value(), value, inside.ir_value())
     memory.cluster_arrive()
@@ -199,6 +201,6 @@ def row_max(k, value):
         return value
     warps = tile.threads // 32
     base, lane = k.exchange_slots(), k.tid & Int32(31)
-    exchange(k, [base + k.thread // Int32(32) * Int32(4)], [value], lane)
+    exchange(k, [base + k.thread // Int32(32) * Int32(4)], [value], lane, warps)
     (value,) = memory.read_floats((base + (lane & Int32(warps - 1)) * Int32(4)).ir_value(), 1)
     return butterfly(value, warps, max_nan)

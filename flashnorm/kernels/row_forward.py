@@ -240,7 +240,7 @@ class RowForward:
 
     def body(self, index, scalars, operands, tid, bid):
         tile, program = self.plans[index][1], self.variant.program
-        if tile.cluster_n > 1:
+        if tile.cluster_n > 1 and not tile.mailbox:
             memory.cluster_arrive()
         shared = Int32(0)
         size = tile.shared_bytes(needs_of(self.variant))
@@ -250,6 +250,9 @@ class RowForward:
             shared = Int32(pointer.toint())
         k = Frame(tile, self.variant, self.sm, dict(zip(self.names, operands, strict=True)), tid, bid, shared)
         k.native_fp4 = self.native_fp4
+        if tile.mailbox:
+            k.open_mailboxes()
+            memory.cluster_arrive()
         if self.has_pdl:
             k.prefetch()
             memory.wait_for_earlier_kernel()

@@ -13,7 +13,6 @@ from flashnorm.kernels import memory
 from flashnorm.kernels.codec import unpack
 from flashnorm.kernels.fp import hide
 from flashnorm.kernels.frame import Frame, extent, row_count
-from flashnorm.kernels.stream_tile import MAILBOX
 from flashnorm.kernels.tile import SLOT, WIDTH
 
 
@@ -110,8 +109,9 @@ class StreamFrame(Frame):
 
     def __init__(self, tile, variant, sm, tensors, tid, bid, shared_base, asks):
         self.asks = asks
-        self.mailboxes, shared_base = shared_base, shared_base + Int32(tile.mailbox_bytes)
+        mailboxes, shared_base = shared_base, shared_base + Int32(tile.mailbox_bytes)
         super().__init__(tile, variant, sm, tensors, tid, bid, shared_base, asks)
+        self.mailboxes, self.mailbox_count, self._mailbox = mailboxes, 2, None
         self._parity_base = self._exchange_base
         kept = shared_base + Int32(2 * tile.parity_bytes(asks))
         self.sums_base = kept + tid * Int32(SLOT)
@@ -148,12 +148,9 @@ class StreamFrame(Frame):
         return at
 
     # ------------------------------------------------------------------ the row at hand
-    def open_mailboxes(self):
-        """Make the mailboxes of the cluster's exchanges; the cluster's next barrier shows them to the others."""
-        for number in range(2):
-            box = self.mailboxes + Int32(number * MAILBOX)
-            memory.open_mailbox(box.ir_value(), (self.tid == Int32(0)).to(Int32).ir_value())
-        memory.publish_mailboxes()
+    def mailbox(self):
+        """Two take turns, row by row."""
+        return self._mailbox
 
     def enter(self, here, places, number, ring):
         """Turn to a row, the one of this number: whether it exists, the addresses of its operands, and its stage."""
@@ -165,7 +162,7 @@ class StreamFrame(Frame):
             parity = number & Int32(1)
             self._exchange_base = self._parity_base + parity * Int32(self.tile.parity_bytes(self.asks))
             if self.tile.cluster_n > 1:
-                self.mailbox = self.mailboxes + parity * Int32(MAILBOX), (number >> Int32(1)) & Int32(1)
+                self._mailbox = self.mailboxes + parity * Int32(SLOT), (number >> Int32(1)) & Int32(1)
         self._zero = Int32(self._count >> Int64(62)) | here >> Int32(1)
 
     def fetch(self):

@@ -13,7 +13,6 @@ from typing import Literal
 from flashnorm.kernels.tile import GROUP, SLOT, WIDTH, RowTile
 from flashnorm.program import BackwardProgram, Variant
 
-MAILBOX = 8  # bytes of an mbarrier
 Again = Literal["values", "raw", "shared", "global"]
 Outer = Literal["registers", "shared"]
 Vectors = Literal["values", "raw", "shared", "global"]
@@ -125,7 +124,7 @@ class StreamTile(RowTile):
     @property
     def mailbox_bytes(self) -> int:
         """Shared memory of the mailboxes of a cluster's exchanges, two that take turns."""
-        return 2 * MAILBOX if self.cluster_n > 1 else 0
+        return 2 * SLOT if self.cluster_n > 1 else 0
 
     def fold_bytes(self, asks: Asks) -> int:
         """Shared memory in which the workers of a CTA add up, where the rows were before."""

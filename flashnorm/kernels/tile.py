@@ -102,6 +102,8 @@ class RowTile:
         batch: groups per thread loaded together where a row does not fit registers.
         turns: rows that a thread works on one after the other, each under way before the one in front is summed.
             Weights that are loaded early serve all of them.
+        mailbox: what the CTAs of a cluster exchange arrives in mailboxes (memory.send_float), where each waits for its
+            own alone, in place of the cluster's barrier.
     """
 
     hidden_size: int
@@ -118,6 +120,7 @@ class RowTile:
     late_residual: bool = False
     batch: int = 4
     turns: int = 1
+    mailbox: bool = False
 
     def __post_init__(self) -> None:
         t, n, c = self.threads_per_row, self.num_threads, self.cluster_n
@@ -137,6 +140,7 @@ class RowTile:
             "turns must be positive": self.turns >= 1,
             "rows that take turns are a warp's at most, in registers": self.turns == 1
             or (t * c <= WARP and self.hold == "registers" and not self.staged),
+            "a mailbox is a cluster's": not self.mailbox or c > 1,
         }
         for text, holds in problems.items():
             if not holds:
@@ -192,7 +196,7 @@ class RowTile:
     def exchange_bytes(self, needs: Needs) -> int:
         """Shared memory of what crosses warps, in whole slots, since staged rows come behind it."""
         values = self.rows * self.blocks * needs.exchanges if self.exchange else 0
-        return -(-4 * values // SLOT) * SLOT
+        return -(-4 * values // SLOT) * SLOT + (SLOT * needs.exchanges if self.mailbox else 0)
 
     def shared_bytes(self, needs: Needs) -> int:
         return self.stage_bytes(needs) + self.exchange_bytes(needs)
