@@ -321,8 +321,13 @@ def warp_barrier():
     asm(None, "bar.warp.sync 0xffffffff;", "~{memory}", (), effect=True)
 
 
+def cluster_begin():
+    """Say that this CTA runs, and no more: a barrier that orders writes would hold its first loads up."""
+    asm(None, "barrier.cluster.arrive.relaxed.aligned;", "~{memory}", (), effect=True)
+
+
 def cluster_arrive():
-    """Say that this CTA runs and that what it wrote may be read. Every thread of the cluster arrives."""
+    """Say that what this CTA wrote may be read. Every thread of the cluster arrives."""
     asm(None, "barrier.cluster.arrive.release.aligned;", "~{memory}", (), effect=True)
 
 

@@ -36,6 +36,7 @@ class Shape:
     shared: bool = False  # the row waits in shared memory where registers would hold it too
     late_residual: bool = False
     turns: int = 1
+    mailbox: bool = False
     batch: int = 0  # rounds whose vectors are loaded together; 0: as many as registers allow
     two: Shape | None = None  # in place of this one where two operands are loaded by rows
     mean: Shape | None = None  # in place of this one for LayerNorm's three sums and two vectors
@@ -43,7 +44,9 @@ class Shape:
 
 
 def _wide(threads: int, cluster: int, early_weights: bool) -> Shape:
-    return Shape(threads, threads, cluster, early_weights, True, "vecs", shared=True, late_residual=True, batch=8)
+    return Shape(
+        threads, threads, cluster, early_weights, True, "vecs", shared=True, late_residual=True, mailbox=True, batch=8
+    )
 
 
 # Three sums are two barriers, and weight and bias in fp32 are four times a bf16 row. Few warps a row, with weights for
@@ -264,6 +267,7 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
     tile = RowTile(
         hidden_size, vec, threads, cta, cluster, early_weights=shape.early_weights, signal_early=shape.signal_early,
         prefetch=shape.prefetch, streaming=shape.streaming, late_residual=shape.late_residual,
+        mailbox=shape.mailbox and cluster > 1,
     )  # fmt: skip
     if _registers_suffice(tile, held) and not shape.shared:
         early = tile.early_weights and _weights_fit(tile, held, vectors)

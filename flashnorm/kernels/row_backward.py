@@ -239,7 +239,7 @@ class RowBackward:
         k = StreamFrame(tile, self.variant, self.sm, tensors, tid, bid, shared, self.asks)
         if tile.cluster_n > 1:
             k.open_mailboxes()
-            memory.cluster_arrive()
+            memory.cluster_begin()
         stream = None
         if mode in ("one", "several"):
             walk, number, here = self.walk_of(k, mode, tile.rows, tile.streams)

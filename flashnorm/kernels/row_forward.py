@@ -241,7 +241,7 @@ class RowForward:
     def body(self, index, scalars, operands, tid, bid):
         tile, program = self.plans[index][1], self.variant.program
         if tile.cluster_n > 1 and not tile.mailbox:
-            memory.cluster_arrive()
+            memory.cluster_begin()
         shared = Int32(0)
         size = tile.shared_bytes(needs_of(self.variant))
         if size:
@@ -252,7 +252,7 @@ class RowForward:
         k.native_fp4 = self.native_fp4
         if tile.mailbox:
             k.open_mailboxes()
-            memory.cluster_arrive()
+            memory.cluster_begin()
         if self.has_pdl:
             k.prefetch()
             memory.wait_for_earlier_kernel()
