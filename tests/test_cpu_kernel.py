@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashnorm.backends import cpu
+from flashnorm.backends import cpu, cuda
 from flashnorm.jit.cpu import detect_cpu
 from flashnorm.jit.toolchain import find_host_compiler
 from flashnorm.program import AddResidual, Affine, Cast, LoadRow, Rms, RowProgram, SaveRstd, Variant
@@ -281,9 +281,19 @@ def test_no_second_thread_pool(threads: int) -> None:
     assert len(os.listdir("/proc/self/task")) == before
 
 
-def test_key_covers_every_header() -> None:
+@pytest.mark.parametrize(
+    ("sources", "included"),
+    [
+        (cpu._SOURCES, ("cpu/launch.h",)),
+        (cpu._BACKWARD_SOURCES, ("cpu/backward_launch.h",)),
+        (cuda._SOURCES, ("ffi/launch.h", "ffi/launch_qk.h")),
+        (cuda._BACKWARD_SOURCES, ("ffi/backward_launch.h",)),
+    ],
+    ids=["cpu", "cpu backward", "cuda", "cuda backward"],
+)
+def test_key_covers_every_header(sources: tuple[Path, ...], included: tuple[str, ...]) -> None:
     """Whatever a unit includes is hashed into its key."""
-    pending, seen = [cpu.CSRC / "flashnorm/cpu/launch.h"], set()
+    pending, seen = [cpu.CSRC / "flashnorm" / name for name in included], set()
     while pending:
         path = pending.pop().resolve()
         if path not in seen:
@@ -291,8 +301,8 @@ def test_key_covers_every_header() -> None:
             pending += [
                 path.parent / found for found in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
             ]
-    hashed = [source.resolve() for source in cpu._SOURCES]
-    assert [path for path in seen if path not in hashed and path.parent not in hashed] == []
+    hashed = [source.resolve() for source in sources]
+    assert [path for path in seen if not any(path == source or source in path.parents for source in hashed)] == []
 
 
 def test_target() -> None:

@@ -37,6 +37,7 @@ _SOURCES = tuple(
         "stages.cuh",
         "stages",
         "ffi/operands.h",
+        "ffi/text.h",
         "qk",
         "cpu",
     )
