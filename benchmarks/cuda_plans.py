@@ -56,7 +56,7 @@ BUILDS: dict[str, tuple[RowProgram, tuple[str, ...]]] = {
     ),
 }
 # Programs that the cases of both tuners have, with their check of the bits.
-SHARED = ("gamma_beta", "gate_scale_shift")
+SHARED = ("gamma_beta", "gate_scale_shift", "gate_scale_shift_biases")
 BUILDS |= {name: (CASES[name].program, CASES[name].dtypes) for name in SHARED}
 
 # threads a row, rows a CTA, CTAs a row, lanes a thread, groups a lane, prefetch, whether CTAs take rows in turn

@@ -76,6 +76,10 @@ CASES = {
     "add_ln": Case(RowProgram(AddResidual(), MeanVar(), (AffineBias(),), Cast("x")), (B, B, S, S)),
     "gamma_beta": Case(RowProgram(GATED, MeanVar(), (AffineBias(),), Cast("out")), (B, B, S, B, S, S, B)),
     "gate_scale_shift": Case(RowProgram(GATED, MeanVar(), SHIFTED, Cast("out")), (B, B, S, B, S, S, B)),
+    "gate_scale_shift_biases": Case(
+        RowProgram(GateResidual(True, True, True), MeanVar(), (ScaleShift(True, True),), Cast("out")),
+        (B, B, B, S, B, B, S, B, S, B),
+    ),
     "mix": Case(RowProgram(LoadGained(), Rms(), MIXED, Cast("out", like="residual")), (B, B, S, S, S, S)),
     "next": Case(RowProgram(LoadGained(), Rms(), MIXED, NextNorm()), (B, B, S, S, S, S, B, B)),
     "gate": Case(RowProgram(LoadRow(), Rms(), (Gate("sigmoid"),), Cast("x")), (B, B)),
