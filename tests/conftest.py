@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "cpu_only: about the host, or about the CPU route alone")
+    config.addinivalue_line("markers", "cpu_only: about the host, a compiler, or the CPU route alone")
     config.addinivalue_line("markers", "large: allocates gigabytes, needs a GPU's memory")
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no CUDA device")
@@ -101,8 +101,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs --device cuda"))
         if item.get_closest_marker("large") and not cuda:
             item.add_marker(pytest.mark.skip(reason="tensors of gigabytes: needs --device cuda"))
-        if item.get_closest_marker("cpu_only") and cuda:
-            item.add_marker(pytest.mark.skip(reason="about the CPU: runs without --device"))
+        if item.get_closest_marker("cpu_only") and cuda and not item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="about the CPU or a compiler: runs without --device"))
 
 
 LARGE_RUN = 300  # tests

@@ -27,6 +27,8 @@ from flashnorm.program import (
 from tests import binaries
 from tests.gate_programs import DIT, GATED
 
+pytestmark = pytest.mark.cpu_only
+
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
 B, F, E4M3 = "bfloat16", "float32", "float8_e4m3fn"

@@ -18,6 +18,8 @@ from tests.cute_backward import Backward, check
 from tests.test_cute_compile import ARCHS, not_allowed
 from tests.test_tile import HIDDEN, WIDE
 
+pytestmark = pytest.mark.cpu_only  # but for those of a GPU
+
 B, F, S = "bfloat16", "float16", "float32"
 RMS = BackwardProgram("rms")
 GEMMA = BackwardProgram("rms", offset=1.0, g_residual=True, dresidual=True)

@@ -26,6 +26,8 @@ from flashnorm.program import (
 from tests import binaries
 from tests.gate_programs import GATED
 
+pytestmark = pytest.mark.cpu_only
+
 B, F, S = "bfloat16", "float16", "float32"
 E4, E5, I8, I32, I64 = "float8_e4m3fn", "float8_e5m2", "int8", "int32", "int64"
 NORM = RowProgram(LoadRow(), Rms(), (Affine(),), Cast())

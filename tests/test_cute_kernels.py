@@ -24,6 +24,8 @@ from flashnorm.program import (
 )
 from tests.cute_launch import check, dtypes_of
 
+pytestmark = pytest.mark.cpu_only
+
 pytest.importorskip("cutlass")  # nothing is compiled, but its tracing code runs
 
 B, F, S = "bfloat16", "float16", "float32"

@@ -28,6 +28,8 @@ from tests import cute_emulator as emulator
 from tests.cute_launch import check, dtypes_of
 from tests.tolerance import EXP_TO, EXP_ULPS
 
+pytestmark = pytest.mark.cpu_only
+
 pytest.importorskip("cutlass")  # nothing is compiled, but its tracing code runs
 
 B, F, S, E4, E5 = "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"

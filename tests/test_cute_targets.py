@@ -22,6 +22,8 @@ from flashnorm.program import (
 from tests import binaries
 from tests.test_cute_compile import not_allowed
 
+pytestmark = pytest.mark.cpu_only
+
 B, S, E4, U = "bfloat16", "float32", "float8_e4m3fn", "uint8"
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
 

@@ -21,6 +21,8 @@ from flashnorm.program import (
     Variant,
 )
 
+pytestmark = pytest.mark.cpu_only
+
 HIDDEN = (1, 3, 7, 8, 9, 64, 100, 128, 257, 576, 1000, 2048, 4096, 4097, 5120, 7168, 8192, 12288, 16384)
 WIDE = (20480, 32768, 40000, 65536, 65537, 131072, 200001, 262144)
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
