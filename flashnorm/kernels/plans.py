@@ -191,10 +191,12 @@ def _dense(shape: Shape, hidden_size: int, held: int, most: bool) -> Shape:
     Rows of a few groups a thread: two to five groups, and where there are more rows than run at once three at least, of
     which two rows take turns and share what a thread does for itself and the widened weights (SASS instructions an
     element of RMSNorm + SiLU at H = 256, sm_90: 23.6 with two groups, 22.5 with four). With more groups turns would
-    leave too few warps (99840 x 192: 0.95 of `mul`, three groups; x 128: 0.82, four in turn on 24 warps). Wider rows:
+    leave too few warps (99840 x 192: 0.95 of `mul`, three groups; x 128: 0.82, four in turn on 24 warps, 0.93 on 40
+    without turns). Wider rows:
     fewer threads, as long as they hold few enough (NVFP4 at 7168: 27.8 with 3.5 groups a thread, 22.8 with seven).
     """
-    groups, threads, least = -(-hidden_size // GROUP), WARP, 3 if most else 2
+    groups, threads = -(-hidden_size // GROUP), WARP
+    least = 3 if most and groups > 8 else 2
     while threads > 1 and (groups % threads or groups // threads < least):
         threads //= 2
     if least <= groups // threads <= 5 and groups % threads == 0:
