@@ -185,18 +185,22 @@ def has_clusters(sm: int) -> bool:
     return 90 <= sm < 120
 
 
-def _dense(shape: Shape, hidden_size: int, held: int, most: bool) -> Shape:
+def _dense(shape: Shape, hidden_size: int, held: int, most: bool, narrow: bool) -> Shape:
     """The shape with threads that have the same number of groups each, where that is possible.
 
     Rows of a few groups a thread: two to five groups, and where there are more rows than run at once three at least, of
     which two rows take turns and share what a thread does for itself and the widened weights (SASS instructions an
     element of RMSNorm + SiLU at H = 256, sm_90: 23.6 with two groups, 22.5 with four). With more groups turns would
     leave too few warps (99840 x 192: 0.95 of `mul`, three groups; x 128: 0.82, four in turn on 24 warps, 0.93 on 40
-    without turns). Wider rows:
-    fewer threads, as long as they hold few enough (NVFP4 at 7168: 27.8 with 3.5 groups a thread, 22.8 with seven).
+    without turns). Wider rows: fewer threads, as long as they hold few enough (NVFP4 at 7168: 27.8 with 3.5 groups a
+    thread, 22.8 with seven), for codes as few as hold 128 bytes (at 4096: 24.2 with four groups, 22.2 with eight).
     """
     groups, threads = -(-hidden_size // GROUP), WARP
     least = 3 if most and groups > 8 else 2
+
+    def holds(threads: int) -> bool:
+        return groups % threads == 0 and groups // threads * GROUP * held <= 128
+
     while threads > 1 and (groups % threads or groups // threads < least):
         threads //= 2
     if least <= groups // threads <= 5 and groups % threads == 0:
@@ -204,9 +208,14 @@ def _dense(shape: Shape, hidden_size: int, held: int, most: bool) -> Shape:
     threads = shape.threads
     while threads > WARP and groups % threads:
         threads //= 2
-    if groups % threads == 0 and groups // threads * GROUP * held <= 128 and shape.cluster == 1:
-        return replace(shape, threads=threads, cta=threads * (shape.cta // shape.threads))
-    return shape
+    if not holds(threads) or shape.cluster > 1:
+        return shape
+    fewer = threads
+    while narrow and fewer > WARP and holds(fewer // 2):
+        fewer //= 2
+    if fewer < threads:
+        return replace(shape, threads=fewer, cta=max(64, fewer), early_weights=False, batch=2)
+    return replace(shape, threads=threads, cta=threads * (shape.cta // shape.threads))
 
 
 def _shape(size: int, rows: int, sm: int, heavy: bool) -> Shape:
@@ -262,7 +271,7 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
         shape = shape.narrow
     shape = shape.two if shape.two is not None and len(loaded) > 1 else shape
     if needs.dense and rows > 3072:
-        shape = _dense(shape, hidden_size, held, rows > 98304)
+        shape = _dense(shape, hidden_size, held, rows > 98304, needs.narrow)
     cluster = min(shape.cluster, max(1, lanes(hidden_size) // WARP))
     threads = min(max(shape.threads, needs.least), lanes(hidden_size) // cluster)
     cta = threads * (shape.cta // shape.threads) if threads >= WARP else shape.cta
