@@ -62,7 +62,8 @@ SAMPLED = {
     "test_backward": 6,
     "test_backward_emulated": 6,
     "test_csrc_emulated": 6,
-    "test_cuda_compile": 2,
+    "test_cuda_compile": 3,
+    "test_cuda_targets": 2,
     "test_cute_backward": 8,
     "test_cute_compile": 5,
     "test_cute_targets": 4,
@@ -72,9 +73,12 @@ SAMPLED = {
     "test_gate_library": 10,
     "test_gradients": 12,
     "test_gradients_library": 2,
+    "test_library_ops": 3,
+    "test_nn": 2,
     "test_qk": 2,
     "test_qk_kernels": 3,
     "test_video_blocks": 4,
+    "test_warm_call": 2,
 }
 
 
