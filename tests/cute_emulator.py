@@ -24,6 +24,7 @@ for _name in ("ge", "gt", "le"):
 
 CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)
+MARK = np.frombuffer(b"mbarrier", np.uint8)  # what a mailbox looks like to whoever writes over it
 
 
 def _encode(values, fp8):
@@ -115,7 +116,8 @@ class Machine(base.Machine):
         super().__init__(*given, **more)
         self.alive = np.ones(self.shape, bool)
         self.awake = np.ones(self.shape, bool)
-        self.jumped, self.turns = {}, {}
+        self.jumped, self.boxes = {}, {}
+        self.ahead, self.peers, self.unseen = 0, False, (False, False)  # arrivals that nobody has waited for
 
     def load(self, space, addr, size, active):
         return super().load(space, addr, size, active & self.alive)
@@ -135,6 +137,8 @@ class Machine(base.Machine):
             going = self.awake & env[words[0][1:]] if words[0][0] == "@" else self.awake
             self.jumped[words[-1]] = self.jumped.get(words[-1], False) | going
             self.awake = self.awake & ~going
+        elif text.startswith("barrier.cluster"):
+            self._cluster_barrier(text)
         elif text and not text.startswith("bar.warp.sync"):
             super()._statement(text, env)
 
@@ -154,14 +158,47 @@ class Machine(base.Machine):
         return value if op in KEEPS_NAN else np.where(np.isnan(value), NAN, value)
 
     def _mailbox(self, code, args):
-        """Threads run in lockstep and nobody waits: what a wait needs must be there, and the phase the next one."""
-        if "expect_tx" in code:
-            self.expected, self.arrived = int(re.search(r"(\d+); }", code).group(1)), np.zeros(self.shape[0], int)
-        elif "try_wait" in code:
-            ((box,), (phase,)) = (np.unique(a) for a in args)
-            turn = self.turns.get(int(box), 0)
-            assert (self.arrived == self.expected).all() and phase == turn & 1, "a mailbox would wait for ever"
-            self.turns[int(box)] = turn + 1
+        """Threads run in lockstep and nobody waits: a mailbox was made, shown to all, left alone, and is full."""
+        if "fence" in code:
+            self.unseen = self.unseen[0], True
+            return
+        box, given = (np.broadcast_to(np.asarray(a), self.shape) for a in args)
+        (at,) = np.unique(box)
+        if "try_wait" in code:
+            self._whole(at)
+            state, here = self.boxes[at], self.alive.any(1)
+            (phase,) = np.unique(given)
+            full = state.expected is not None and (state.arrived[here] == state.expected).all()
+            assert full and phase == state.turn & 1, "a mailbox would wait for ever"
+            state.arrived[:], state.expected, state.turn = 0, None, state.turn + 1
+            return
+        by = (given != 0) & self.alive
+        assert (by.sum(1)[self.alive.any(1)] == 1).all(), "one thread of a CTA"
+        if "mbarrier.init" in code:
+            assert re.search(r"\], 1;", code) and at not in self.boxes
+            self.store("shared", box, np.broadcast_to(MARK, (*self.shape, 8)), by)
+            self.boxes[at] = types.SimpleNamespace(arrived=np.zeros(self.shape[0], int), expected=None, turn=0)
+            self.unseen = True, False
+        else:
+            self._whole(at)
+            assert self.boxes[at].expected is None
+            self.boxes[at].expected = int(re.search(r"(\d+); }", code).group(1))
+
+    def _whole(self, at):
+        """A mailbox is there for the whole cluster, and nothing else has been written to its place."""
+        assert at in self.boxes and not self.unseen[0], "a mailbox that the cluster has not seen"
+        found = self.shared[self.alive.any(1), at : at + 8]
+        assert (found == MARK).all(), "a mailbox was overwritten"
+
+    def _cluster_barrier(self, text):
+        if ".arrive" in text:
+            self.ahead += 1
+            return
+        self.ahead -= 1
+        assert self.ahead == 0, "a wait without an arrival"
+        self.peers, made = True, self.unseen[0]
+        assert not made or self.unseen[1], "mailboxes without their fence"
+        self.unseen = False, False
 
     def _read(self, name, env, dtype=np.uint32):
         if name.startswith("0f"):
@@ -227,11 +264,18 @@ class Machine(base.Machine):
         self._write(names[0], value, env, active)
 
     def _move(self, op, names, env, active):
+        if "shared::cluster" in op:
+            assert self.peers, "a peer that may not run yet"
         if op.startswith("st.async."):
+            active = active & self.alive
+            box = self._address(names[2], env)
+            (at,) = np.unique(box & ((1 << base.CTA_SHIFT) - 1))
+            self._whole(at)
             op, names = "st.shared::cluster.f32", names[:2]
             to = self._address(names[0], env)[active] >> base.CTA_SHIFT
+            assert (box[active] >> base.CTA_SHIFT == to).all(), "counted in another CTA"
             own = np.broadcast_to(np.arange(self.shape[0])[:, None], self.shape)[active]
-            np.add.at(self.arrived, own // self.cluster * self.cluster + to, 4)
+            np.add.at(self.boxes[at].arrived, own // self.cluster * self.cluster + to, 4)
         parts = op.split(".")
         width = WIDTHS.get(parts[-1])
         if parts[0] not in ("ld", "st") or width is None or parts[-1] in ("b16", "b32") or "shared" in parts[1]:
