@@ -73,9 +73,8 @@ def run(emulated: Emulated, outer: tuple[int, ...], h: int, pad: int = 0) -> Non
     }
     want = model.canonical(program, {n: t.clone() for n, t in flat.items()}, SCALARS)
     emulated.launch(*(SCALARS[name] for name in program.scalars()), False, *made.values())
-    for name, expected in want.items():
-        got = made[name].reshape(expected.shape)
-        assert model.same_bits({name: got}, {name: expected}), (name, outer, h)
+    got = {name: made[name].reshape(expected.shape) for name, expected in want.items()}
+    assert model.agree(program, got, want), (outer, h)
 
 
 def whole(program: RowProgram, h: int) -> int:
@@ -97,9 +96,9 @@ def test_picked_plan(units: dict[str, Emulated], unit: str, h: int) -> None:
 PLANS = {
     128: [(4, 8, 1, 4, 1)],
     2048: [(64, 1, 1, 4, 1)],
-    2560: [(64, 1, 1, 8, 1)],
-    3072: [(64, 1, 1, 8, 1), (128, 1, 1, 4, 1)],
-    4096: [(64, 1, 1, 8, 1)],
+    2560: [(128, 1, 1, 4, 1)],
+    3072: [(128, 1, 1, 4, 1)],
+    4096: [(128, 1, 1, 4, 1)],
     5120: [(128, 1, 1, 8, 1), (256, 1, 1, 4, 1)],
     6144: [(128, 1, 1, 8, 1), (512, 1, 1, 2, 1)],
     16384: [(512, 1, 1, 2, 2), (256, 1, 2, 2, 2), (256, 1, 1, 4, 2)],
@@ -143,12 +142,12 @@ def test_forced_plans(units: dict[str, Emulated], unit: str, h: int) -> None:
 
 
 @pytest.mark.parametrize("h", [3072, 4608, 7168])
-def test_many_rows_of_diffusion_transformers(units: dict[str, Emulated], h: int) -> None:
+def test_many_rows_of_diffusion_transformers(units: dict[str, Emulated], tried: Emulated, h: int) -> None:
     """No group is lost where a tile has room for fewer than a row has."""
-    for plan in ((64, 1, 1, 8, 1), (128, 1, 1, 8, 1)):
-        units["gate-modulated"].force(plan=plan)
+    for unit, plan in ((tried, (64, 1, 1, 8, 1)), (units["gate-modulated"], (128, 1, 1, 8, 1))):
+        unit.force(plan=plan)
         if h <= 4096 or plan[0] == 128:
-            run(units["gate-modulated"], (1, 2), h)
+            run(unit, (1, 2), h)
 
 
 # ------------------------------------------------------------------ the CuTe route

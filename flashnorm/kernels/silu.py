@@ -59,7 +59,7 @@ def _far(n):
     )
 
 
-def _exact(n):
+def _as_on_a_cpu(n):
     """By fp32 operations: the exponential's polynomial, then one division. A NaN comes back as it is."""
     polynomial = " ".join(f"fma.rn.f32 d, d, f, {_f(factor)};" for factor in (*EXP2[-2::-1], 1.0))
     return (
@@ -92,14 +92,14 @@ def _text(n):
 
 _DIVIDENDS = {"silu": "{y}", "sigmoid": _ONE}
 _TEXTS = {name: _text(n) for name, n in _DIVIDENDS.items()}
-_EXACT_TEXTS = {name: f"{{ {_REGISTERS} {_each(_exact(n))} }}" for name, n in _DIVIDENDS.items()}
+_CPU_TEXTS = {name: f"{{ {_REGISTERS} {_each(_as_on_a_cpu(n))} }}" for name, n in _DIVIDENDS.items()}
 
 
 def activate(values, name, dtype):
     """div(y, add(1, exp(-y))) of 8 values for "silu", div(1, add(1, exp(-y))) for "sigmoid", within 4 ulp.
 
-    `dtype` of the rows: exact where it is "float32".
+    `dtype` of the rows: by the CPU's operations where it is "float32".
     """
-    texts = _EXACT_TEXTS if dtype == "float32" else _TEXTS
+    texts = _CPU_TEXTS if dtype == "float32" else _TEXTS
     constraints = ",".join(["=&f"] * GROUP + ["f"] * GROUP)
     return asm_many(T.f32(), GROUP, texts[name], constraints, values)

@@ -28,8 +28,8 @@ inline void force_plan(int threads, int rows, int cluster, int lanes, int groups
 }
 
 // threads, cluster, lanes, groups, groups that are there, threads of a CTA at most, whether a CTA may have several rows,
-// whether it stays, whether it is for rows that are not whole aligned groups, and which programs have it (0: all but large ones, 1: heavy ones, 2: those of
-// several sums, 3: large ones, 4: modulated ones, 5: dense ones), of every tile.
+// whether it stays, whether it is for rows that are not whole aligned groups, and which programs have it (0: all but
+// large ones, 1: heavy ones, 2: those of several sums, 3: large ones, 4: modulated ones, 5: dense ones), of every tile.
 inline std::string tiles() {
   std::string text;
   const auto describe = [&](auto tile, int programs) {
