@@ -6,7 +6,7 @@ from flashnorm.kernels import memory
 from flashnorm.kernels.frame import Frame
 from flashnorm.kernels.tile import SLOT, RowTile
 from tests.cute_launch import check, dtypes_of
-from tests.test_cute_kernels import B, NORM, STANDARD, dynamic
+from tests.test_cute_kernels import NORM, STANDARD, B, dynamic
 
 pytestmark = pytest.mark.cpu_only
 

@@ -38,7 +38,7 @@ def _check(problem: Problem, route: str, device: torch.device) -> None:
     with flashnorm.backend(route), torch.no_grad():
         got = {name: tensor.cpu() for name, tensor in call(problem, device).items()}
     want = model.canonical(problem.program, problem.modelled(), problem.scalars())
-    same = model.same_bits if device.type == "cpu" else partial(model.agree, problem.program)
+    same = model.same_bits if device.type == "cpu" else partial(model.agree, problem.program, dtype=problem.case.x)
     assert same(got, want), f"{problem.rows} x {problem.hidden}: {', '.join(got)}"
 
 
