@@ -189,7 +189,7 @@ def _dense(shape: Shape, hidden_size: int, held: int, most: bool, narrow: bool) 
     """The shape with threads that have the same number of groups each, where that is possible.
 
     Rows of a few groups a thread: two to five groups, and where there are more rows than run at once three at least
-    (two in rows of eight or fewer), of which two rows take turns and share what a thread does for itself and the widened
+    (two in rows of eight), of which two rows take turns and share what a thread does for itself and the widened
     weights (SASS instructions an element of RMSNorm + SiLU at H = 256, sm_90: 23.6 with two groups, 22.5 with four).
     With more groups turns would leave too few warps (99840 x 192: 0.95 of `mul`, three groups; x 128: 0.82, four in
     turn on 24 warps, 0.93 on 40 without turns). Wider rows: fewer threads, as long as they hold few enough (NVFP4 at
