@@ -17,11 +17,13 @@ CPU time. Calls over rotated sets, in blocks of some milliseconds, interleaved i
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -194,3 +196,8 @@ def time_cpu(
                     bound[k % len(bound)]()
                 samples[name].append((time.perf_counter() - start) / count * 1e6)
     return {name: summarise(s, launches[name]) for name, s in samples.items()}
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

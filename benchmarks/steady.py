@@ -18,9 +18,10 @@ import torch
 
 import flashnorm
 
+from .measure import resident
+
 LAUNCHES, REPLAYS, MAX_TAIL = 64, 2000, 1.1
 WARM, CALLS, MAX_GROWTH = 20_000, 200_000, 1 << 20  # bytes
-PAGE = 4096
 
 
 def replays(route: str) -> dict[str, float]:
@@ -61,8 +62,11 @@ def calls(rows: int, hidden: int) -> list[Callable[[], object]]:
 
 def held() -> dict[str, int]:
     torch.cuda.synchronize()
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
-    return {"resident": resident, "allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+    return {
+        "resident": resident(),
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+    }
 
 
 def growth(route: str) -> dict[str, int]:

@@ -89,9 +89,8 @@ def second_round(best: RowTile, few: bool) -> Iterator[RowTile]:
     yield change(best, signal_early=True)
     yield change(best, signal_early=True, prefetch="vecs")
     if best.cluster_n > 1:
-        yield change(best, mailbox=True)
-        yield change(best, mailbox=True, signal_early=True, prefetch="vecs")
-        yield change(best, mailbox=True, signal_early=True, prefetch="vecs", batch=8)
+        yield change(best, mailbox=not best.mailbox)
+        yield change(best, mailbox=not best.mailbox, signal_early=True, prefetch="vecs")
     if few:
         yield change(best, signal_early=True, prefetch="all")
         yield change(best, signal_early=True, prefetch="all", early_weights=not best.early_weights)

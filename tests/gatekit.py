@@ -244,10 +244,9 @@ class GateProblem:
         """Every tensor of an outcome against the canonical bits."""
         want = self.canonical()
         assert got.keys() == want.keys(), f"{self.what} {what}"
+        compare = assert_near if self.near else assert_same_bits
         for name, tensor in got.items():
-            (assert_near if self.near else assert_same_bits)(
-                tensor.contiguous(), want[name], f"{self.what} {what}: {name}"
-            )
+            compare(tensor.contiguous(), want[name], f"{self.what} {what}: {name}")
 
     def oracle(self, got: dict[str, torch.Tensor]) -> dict[str, Expected]:
         """The formulas, in fp64; a second norm is of the sum that was stored."""

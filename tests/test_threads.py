@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import flashnorm
+from benchmarks.measure import resident
 from flashnorm import backends
 from flashnorm.core import commands, dispatch, plan
 from flashnorm.core.device import DeviceFacts
@@ -220,11 +221,6 @@ def test_a_failure_on_one_device_is_not_one_of_the_other(machine):
 
 
 # ------------------------------------------------------------------ memory
-def resident() -> int:
-    """Bytes of this process that are in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("given", [True, False], ids=["out", "new"])

@@ -11,7 +11,7 @@ whose H is no multiple of 8. At most one of the two is true.
 from cutlass.cutlass_dsl import T
 
 from flashnorm.kernels.fp import asm, asm_many
-from flashnorm.kernels.tile import SLOT, WIDTH
+from flashnorm.kernels.tile import LEAST_COPY, SLOT, WIDTH
 
 GROUP = 8
 # What accesses of less than a register go through, by the width of an element.
@@ -189,8 +189,8 @@ def stage_group(slot, plane, addr, dtype, vec, valid_bytes=None):
     """
     width = WIDTH[dtype]
     step = min(16, vec * width)
-    if step < 4:
-        raise ValueError(f"cp.async moves four bytes or more, not {step}")
+    if step < LEAST_COPY:
+        raise ValueError(f"cp.async moves {LEAST_COPY} bytes or more, not {step}")
     kind = "cg" if step == 16 else "ca"
     lines = [".reg .s32 n;"] if valid_bytes is not None else []
     for at in range(0, GROUP * width, step):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from flashnorm.kernels.tile import (
     GROUP,
+    LEAST_COPY,
     WARP,
     Needs,
     Plans,
@@ -291,7 +292,7 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
     tile = replace(tile if shape.shared else one_row, early_weights=early, streaming=False)
     asked = shape.batch if shape.shared and shape.batch * vectors <= 8 else 0
     tile = replace(tile, batch=asked or _batch(tile, 0, vectors))
-    if vec * min(loaded) >= 4:  # the least that cp.async moves
+    if vec * min(loaded) >= LEAST_COPY:
         staged = replace(tile, hold="shared", staged=True)
         if staged.shared_bytes(needs) <= shared_limit(sm):
             return staged

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from flashnorm.kernels.plans import has_clusters
 from flashnorm.kernels.stream_tile import Again, Asks, Outer, StreamTile, Vectors, asks_of
-from flashnorm.kernels.tile import GROUP, RESERVED, WARP, Prefetch, lanes, shared_limit, sm_of
+from flashnorm.kernels.tile import GROUP, LEAST_COPY, RESERVED, WARP, Prefetch, lanes, shared_limit, sm_of
 from flashnorm.program import Variant, partials
 from flashnorm.program.backward import INNER_ROWS
 
@@ -91,9 +91,9 @@ def registers(tile: StreamTile, asks: Asks) -> int:
 
 
 def copies(tile: StreamTile, asks: Asks) -> bool:
-    """Whether cp.async moves what the tile has in shared memory: four bytes at once, or more."""
+    """Whether cp.async moves what the tile has in shared memory."""
     widths = (asks.loaded if tile.stages else ()) + ((asks.vector,) if tile.keeps_vectors(asks) else ())
-    return all(tile.vec * width >= 4 for width in widths)
+    return all(tile.vec * width >= LEAST_COPY for width in widths)
 
 
 def fits(tile: StreamTile, asks: Asks, sm: int, ctas: int = 1) -> bool:

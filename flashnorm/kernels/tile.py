@@ -30,6 +30,7 @@ GROUP = 8
 MAX_LANES = 1024
 WARP = 32
 SLOT = 16  # bytes of shared memory that a thread's staged group takes at least
+LEAST_COPY = 4  # bytes that cp.async moves at once, at least
 
 WIDTH = {"int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
 WIDTH |= {"float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1}

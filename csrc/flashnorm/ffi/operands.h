@@ -222,7 +222,7 @@ class Operands {
   void shape_error(int index) const {
     const TensorView& t = tensors_[index];
     std::string shape;
-    for (int i = 0; i < t.ndim(); ++i) shape += (i ? ", " : "") + std::to_string(t.size(i));
+    for (int i = 0; i < t.ndim(); ++i) shape += (i ? ", " : "") + text(t.size(i));
     TVM_FFI_THROW(ValueError) << "operand " << text(index) << " of shape (" << shape << ") does not fit rows of "
                               << text(hidden_size_) << " elements in a grid of " << text(outer_) << " x "
                               << text(inner_) << ", or its last stride is not 1";
