@@ -56,12 +56,12 @@ BUILDS: dict[str, tuple[RowProgram, tuple[str, ...]]] = {
     ),
 }
 # Programs that the cases of both tuners have, with their check of the bits.
-SHARED = ("gamma_beta", "gate_scale_shift", "gate_scale_shift_biases")
+SHARED = ("gamma_beta", "gate_scale_shift", "gate_scale_shift_biases", "scale_shift_biases")
 BUILDS |= {name: (CASES[name].program, CASES[name].dtypes) for name in SHARED}
 
-# threads a row, rows a CTA, CTAs a row, lanes a thread, groups a lane, prefetch, whether CTAs take rows in turn
-Plan = tuple[int, int, int, int, int, bool, bool]
-NO_PLAN: Plan = (0, 0, 0, 0, 0, False, False)
+# threads a row, rows a CTA, CTAs a row, lanes a thread, groups a lane, prefetch, rows a thread
+Plan = tuple[int, int, int, int, int, bool, int]
+NO_PLAN: Plan = (0, 0, 0, 0, 0, False, 1)
 
 
 class Log:
@@ -119,9 +119,9 @@ def lists_of(name: str) -> set[int]:
     """Which tiles a program has: ffi/launch.h's numbers for their lists."""
     program, _ = BUILDS[name]
     if isinstance(program.load, GateResidual):
-        return {2, 3, 4}
+        return {2, 3, 4, 7}
     if isinstance(program.stats, MeanVar):
-        return {0, 2}
+        return {0, 2, 6}
     size = {F: 4, I8: 1}
     read = sum(size.get(dtype_of(name, o.name), 2) for o in program.load.operands() if o.kind in ("row", "pool"))
     return {0, 1} if read == 1 or (read == 2 and not isinstance(program.store, Cast)) else {0}
@@ -135,7 +135,7 @@ def plans(module: Any, name: str, m: int, h: int) -> Iterator[Plan]:
     numbers = [int(word) for word in module["tiles"]().split()]
     seen: set[Plan] = set()
     for at in range(0, len(numbers), 10):
-        threads, cluster, held, groups, present, most, some_rows, stays, shifted, programs = numbers[at : at + 10]
+        threads, cluster, held, groups, present, most, some_rows, abreast, shifted, programs = numbers[at : at + 10]
         narrow = threads == 0 and held > 1
         threads = threads or lanes // max(1, held)
         turns = -(-h // 8192)
@@ -146,9 +146,9 @@ def plans(module: Any, name: str, m: int, h: int) -> Iterator[Plan]:
         if bool(shifted) != (h % 8 != 0) or threads * cluster * max(1, held) != lanes or not fits:
             continue
         sizes = [cta for cta in (64, 128, 256, 512) if cta <= most and cta % threads == 0]
-        for cta in (most,) if stays else sizes if some_rows and threads < 256 else (threads,):
+        for cta in sizes if some_rows and threads < 256 else (threads,):
             for prefetch in (True, False) if m <= 640 else (False,):
-                plan = (threads, cta // threads, cluster, held, groups, prefetch, bool(stays))
+                plan = (threads, cta // threads, cluster, held, groups, prefetch, abreast)
                 if plan not in seen:
                     seen.add(plan)
                     yield plan

@@ -80,6 +80,10 @@ CASES = {
         RowProgram(GateResidual(True, True, True), MeanVar(), (ScaleShift(True, True),), Cast("out")),
         (B, B, B, S, B, B, S, B, S, B),
     ),
+    "scale_shift_biases": Case(
+        RowProgram(GateResidual(False, False, True), MeanVar(), (ScaleShift(True, True),), Cast("out")),
+        (B, B, B, B, S, B, S, B),
+    ),
     "mix": Case(RowProgram(LoadGained(), Rms(), MIXED, Cast("out", like="residual")), (B, B, S, S, S, S)),
     "next": Case(RowProgram(LoadGained(), Rms(), MIXED, NextNorm()), (B, B, S, S, S, S, B, B)),
     "gate": Case(RowProgram(LoadRow(), Rms(), (Gate("sigmoid"),), Cast("x")), (B, B)),

@@ -95,12 +95,12 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Emulated]:
     )
 
 
-@pytest.mark.parametrize("rows", [(1,), (5,), (13,), (3, 4)], ids=str)
-@pytest.mark.parametrize("h", [4104, 7168])
+@pytest.mark.parametrize("rows", [(1,), (2,), (5,), (3, 3), (3, 4)], ids=str)
+@pytest.mark.parametrize("h", [4104, 7168, 8192])
 @pytest.mark.parametrize("program", ["layernorm", "layernorm_quant", "add_layernorm"])
-def test_rows_in_turn(tried: dict[str, Emulated], program: str, h: int, rows: tuple[int, ...]) -> None:
-    """CTAs of one processor that stay: five rows at once. Rows of rows have a CTA each."""
-    tried[program].force(plan=(128, 1, 1, 8, 1), stays=True, processors=1)
+def test_rows_abreast(tried: dict[str, Emulated], program: str, h: int, rows: tuple[int, ...]) -> None:
+    """Two rows a thread, but none that would belong to two outer ones."""
+    tried[program].force(plan=(128, 1, 1, 8, 1), abreast=2)
     launch(tried[program], prepare(program, rows, h, pad=8))
 
 

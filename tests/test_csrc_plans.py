@@ -138,13 +138,14 @@ def test_layouts(units: dict[str, Emulated], pad: int) -> None:
     run(units["plain"], (5,), 100, pad=pad)
 
 
-# Of programs: heavy, layered, large, modulated, dense.
+# Of programs: heavy, layered, large, modulated, dense, rows abreast.
 KINDS = (
-    *((heavy, layered, False, False, 0) for heavy in (False, True) for layered in (False, True)),
-    *((heavy, True, True, True, 0) for heavy in (False, True)),
-    *((True, False, False, False, dense) for dense in (1, 2, 4)),
-    *((True, False, True, True, dense) for dense in (2, 4)),
-    *((heavy, False, True, False, dense) for heavy in (False, True) for dense in (0, 1)),
+    *((heavy, layered, False, False, 0, 1) for heavy in (False, True) for layered in (False, True)),
+    *((heavy, True, True, True, 0, abreast) for heavy in (False, True) for abreast in (1, 2)),
+    *((True, False, False, False, dense, 1) for dense in (1, 2, 4)),
+    *((True, False, True, True, dense, 1) for dense in (2, 4)),
+    *((heavy, False, True, False, dense, 1) for heavy in (False, True) for dense in (0, 1)),
+    (True, True, False, False, 0, 2),
 )
 
 
@@ -158,16 +159,20 @@ def test_no_plan_is_illegal(units: dict[str, Emulated]) -> None:
         total = min(1024, 1 << max(0, (-(-h // 8) - 1).bit_length()))
         widths_here = (8, 4, 1) if h % 8 == 0 else (1,)
         for width, kept, kind in itertools.product(widths_here, (2, 4), KINDS):
-            if h % (8 * kind[-1] or 1):  # a block of scales is whole
+            _, _, large, modulated, dense, most_abreast = kind
+            if h % (8 * dense or 1):  # a block of scales is whole
                 continue
-            plan = [picked(sm, processors, memory, rows, h, width, kept, *kind, field) for field in range(5)]
-            threads, cta_rows, cluster, lanes, groups = plan
+            if most_abreast > 1 and kept == 4 and not modulated:  # `rows_abreast` has none
+                continue
+            plan = [picked(sm, processors, memory, rows, h, width, kept, *kind, field) for field in range(6)]
+            threads, cta_rows, cluster, lanes, groups, abreast = plan
             shape = f"sm {sm}, {rows} x {h}, width {width}, {kept} bytes"
-            where = f"{shape}, heavy, layered, large, modulated, dense {kind}: {plan}"
+            where = f"{shape}, heavy, layered, large, modulated, dense, abreast {kind}: {plan}"
             assert threads * cta_rows % 32 == 0 and threads * cta_rows <= 1024, where
             assert cluster == 1 or (sm >= 90 and cta_rows == 1 and threads >= 32), where
             held = threads * cluster * max(1, lanes)
-            assert held == total or (lanes == 0 and kind[2] and total // held in (2, 4)), where  # streamed
-            assert kind[-1] or lanes <= 1 or threads >= 32 or threads * lanes <= 32, where
+            assert held == total or (lanes == 0 and large and total // held in (2, 4)), where  # streamed
+            assert dense or lanes <= 1 or threads >= 32 or threads * lanes <= 32, where
             assert lanes == 0 or groups * 1024 * 8 >= h or groups == 1, where
-            assert has_kernel(*plan, kept, width == 8, *kind), where
+            assert abreast <= most_abreast and (lanes > 1 or abreast == 1), where
+            assert has_kernel(*plan, h, kept, width == 8, *kind), where

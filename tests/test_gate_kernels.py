@@ -121,11 +121,11 @@ def test_rows_side_by_side(tried: Emulated, h: int, plan: tuple[int, ...]) -> No
     run(tried, (5,), h)
 
 
-@pytest.mark.parametrize("outer", [(3,), (9,), (2, 3)], ids=str)
-def test_rows_in_turn(tried: Emulated, outer: tuple[int, ...]) -> None:
-    """Four rows at once, on one processor."""
-    tried.force(plan=(128, 1, 1, 8, 1), stays=True, processors=1)
-    run(tried, outer, 5120)
+@pytest.mark.parametrize("outer", [(3,), (4,), (2, 3), (2, 4)], ids=str)
+@pytest.mark.parametrize(("h", "plan"), [(3072, (64, 1, 1, 8, 1)), (3072, (128, 1, 1, 4, 1)), (5120, (128, 1, 1, 8, 1))])
+def test_rows_abreast(tried: Emulated, h: int, plan: tuple[int, ...], outer: tuple[int, ...]) -> None:
+    tried.force(plan=plan, abreast=2)
+    run(tried, outer, h)
 
 
 @pytest.mark.parametrize("h", PLANS)

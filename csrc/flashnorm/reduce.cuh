@@ -162,9 +162,8 @@ struct BlockSlots {
 
 // Joins the threads of a row: kThreads of this CTA (0: blockDim.x, a power of two), and those of the other
 // CTAs of its cluster. `row` is the row among those of the CTA. One object a kernel; `fold` may be called
-// several times, by all threads of the CTA, for up to kMost values at once; with `kApart`, the rows of a CTA call it
-// each for itself.
-template <int kThreads, int kCluster, int kMost, bool kApart = false>
+// several times, by all threads of the CTA, for up to kMost values at once.
+template <int kThreads, int kCluster, int kMost>
 class RowReduce {
  public:
   FN_DEVICE RowReduce(int row, int rank)
@@ -172,7 +171,6 @@ class RowReduce {
         threads_(kThreads > 0 ? kThreads : int(blockDim.x)),
         warps_(threads_ / 32),
         blocks_(warps_ * kCluster),
-        row_(row),
         first_(row * warps_) {
     if (blocks_ < 2) return;
     mine_ = first_ + BlockSlots::slot(rank * warps_ + threadIdx.x / 32, blocks_);
@@ -182,7 +180,13 @@ class RowReduce {
   // lane[k][j] is the k-th sum of the thread's j-th lane; the lanes of a thread are a power of two.
   template <class Join, int kSums, int kLanes>
   FN_DEVICE void fold(float (&folded)[kSums], float (&lane)[kSums][kLanes]) {
-    static_assert(kSums <= kMost, "no room for so many");
+    fold_here<Join>(folded, lane);
+    join_warps<Join>(folded);
+  }
+
+  // Its two parts: what a warp does for itself, and what its threads do together with those of the other warps.
+  template <class Join, int kSums, int kLanes>
+  FN_DEVICE void fold_here(float (&folded)[kSums], float (&lane)[kSums][kLanes]) {
     if (kThreads == 0 && threads_ < 32) {  // with all of a thread's lanes no more than 32
       FN_UNROLL
       for (int k = 0; k < kSums; ++k) {
@@ -201,7 +205,11 @@ class RowReduce {
       return;
     }
     fold_warp<Join>(folded, lane);
-    if (blocks_ == 1) return;
+  }
+  template <class Join, int kSums>
+  FN_DEVICE void join_warps(float (&folded)[kSums]) {
+    static_assert(kSums <= kMost, "no room for so many");
+    if (blocks_ < 2) return;
     const int phase = folds_ % 2, turn = folds_ / 2;
     ++folds_;
     const int thread = threadIdx.x % 32;
@@ -218,11 +226,7 @@ class RowReduce {
       for (int k = 0; k < kSums; ++k) {
         if (thread == 0) slots_.values[phase][k][mine_] = folded[k];
       }
-      if (kApart) {
-        sync_row(row_, threads_);
-      } else {
-        sync_cta();
-      }
+      sync_cta();
     }
     FN_UNROLL
     for (int k = 0; k < kSums; ++k) {
@@ -258,7 +262,6 @@ class RowReduce {
   int threads_;
   int warps_;
   int blocks_;
-  int row_;
   int first_;
   int mine_ = 0;
   int folds_ = 0;

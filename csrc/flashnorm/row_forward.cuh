@@ -56,40 +56,43 @@ template <class HeldRow>
 struct RowAgain {
   HeldRow& row;
   FN_DEVICE int hidden_size() const { return row.hidden_size(); }
-  FN_DEVICE float sum_squares() { return row.sum_squares_again(); }
+  FN_DEVICE void sum_squares(float (&sums)[1]) { row.sum_squares_again(sums); }
 };
 
-// The passes from the statistics on: what is computed of every group, and stored. `result(v, maps)` makes y.
+// The passes from the statistics on: what is computed of every group, and stored. `result(v, maps, at)` makes y.
 template <class Store, class HeldRow, class Reduce, class Result>
 FN_DEVICE void store_row(const Store& store, typename Store::Given given, HeldRow& row, Reduce& reduce,
                          const Place& place, const Result& result) {
   if constexpr (AgainOf<Store>::kThere) {
     row.renew([&](auto& v, const auto& maps, const auto& at, auto& again) {
-      result(v, maps);
+      result(v, maps, at);
       clear_missing(v, count_of<kGroup>(at.access));
       narrow(again, v);
       store.put_again(again, at);
     });
     RowAgain<HeldRow> again{row};
-    const auto state = store.stats().compute(again);
-    row.finish_again([&](auto& v, const auto& raw, const auto& at) { store.put(v, raw, state, at); });
+    const auto stats = store.stats();
+    typename decltype(stats)::State states[1];
+    stats.compute(states, again);
+    row.finish_again([&](auto& v, const auto& raw, const auto& at) { store.put(v, raw, states[0], at); });
   } else if constexpr (Store::kBlock == kNoBlock) {
     const auto scale = store.scale(given);
     row.template finish<false>([&](auto& v, const auto& maps, const auto& at) {
-      result(v, maps);
+      result(v, maps, at);
       store.put(v, scale, at);
     });
   } else if constexpr (Store::kBlock == kWholeRow) {
+    static_assert(HeldRow::kRows == 1, "each has a scale of its own");
     uint32_t amax = 0;
     row.survey([&](auto& v, const auto& maps, const auto& at) {
-      result(v, maps);
+      result(v, maps, at);
       amax = larger(amax, amax_of(v, at.access));
     });
     float own[1][1] = {{float_of(amax)}}, all[1];
     reduce.template fold<Larger>(all, own);
     const auto scale = store.scale(bits_of(all[0]), given);
     row.template finish<false, !HeldRow::kHoldsResult>([&](auto& v, const auto& maps, const auto& at) {
-      if constexpr (!HeldRow::kHoldsResult) result(v, maps);
+      if constexpr (!HeldRow::kHoldsResult) result(v, maps, at);
       store.put(v, scale, at);
     });
     if (place.speaks_for_row()) store.put_scale(scale, Row{0, 0}, 0);
@@ -97,8 +100,9 @@ FN_DEVICE void store_row(const Store& store, typename Store::Given given, HeldRo
     // Neighbouring groups are in neighbouring threads, so a block is a part of a warp: that or, for a narrow row,
     // of a row's threads.
     constexpr int kNeighbours = Store::kBlock / kGroup;
+    static_assert(HeldRow::kRows == 1, "each has scales of its own");
     row.template finish<true>([&](auto& v, const auto& maps, const auto& at) {
-      result(v, maps);
+      result(v, maps, at);
       const uint32_t amax = largest_of_neighbours<kNeighbours>(amax_of(v, at.access), int(blockDim.x));
       const auto scale = store.scale(amax, given);
       store.put(v, scale, at);
@@ -109,40 +113,19 @@ FN_DEVICE void store_row(const Store& store, typename Store::Given given, HeldRo
   }
 }
 
-// All of a row that is there, once its reads have begun.
+// All of a thread's rows that are there, once their reads have begun.
 template <class Program, class HeldRow, class Reduce>
-FN_DEVICE void finish_row(const Program& program, HeldRow& row, Reduce& reduce, const Place& place,
+FN_DEVICE void finish_row(const Program& program, const RowGrid& grid, HeldRow& row, Reduce& reduce, const Place& place,
                           typename decltype(Program::store)::Given given) {
-  const auto state = program.stats.compute(row);
-  store_row(program.store, given, row, reduce, place, [&](auto& v, const auto& maps) {
-    program.stats.template normalize<HeldRow::kCentred>(v, state);
+  typename decltype(Program::stats)::State states[HeldRow::kRows];
+  program.stats.compute(states, row);
+  store_row(program.store, given, row, reduce, place, [&](auto& v, const auto& maps, const auto& at) {
+    program.stats.template normalize<HeldRow::kCentred>(v, states[at.row.inner]);
     program.maps.apply(v, maps.raw, maps.rows);
   });
-  if (place.speaks_for_row()) program.saves.put(state, Row{0, 0});
-}
-
-// The rows of a CTA that stays, one after the other: what a thread reads of the next one is on its way to shared memory
-// while it works on this one.
-template <class Program, class HeldRow, class Reduce>
-FN_DEVICE void take_turns(const Program& launched, const RowGrid& grid, Place place) {
-  Reduce reduce(place.row_in_cta, place.rank);
-  wait_for_earlier_kernels();
-  let_later_kernels_start();
-  const auto given = launched.store.read();
-  {
-    const Program program = entered<true>(launched, grid, place);
-    HeldRow(program, grid, place, reduce).ask();
-  }
-  while (place.row - place.row_in_cta < grid.rows) {
-    const Program program = entered<true>(launched, grid, place);
-    HeldRow row(program, grid, place, reduce);
-    row.read_asked();
-    Place next = place;
-    next.go_on(grid);
-    const Program later = entered<true>(launched, grid, next);
-    HeldRow(later, grid, next, reduce).ask();
-    finish_row(program, row, reduce, place, given);
-    place = next;
+  FN_UNROLL
+  for (int r = 0; r < HeldRow::kRows; ++r) {
+    if (place.speaks_for(r, grid)) program.saves.put(states[r], Row{0, r, r});
   }
 }
 
@@ -156,11 +139,10 @@ constexpr int residents() {
 template <class Program, class Tile>
 __global__ void __launch_bounds__(Tile::kMaxCta, residents<Program, Tile>())
     row_forward(const __grid_constant__ Program launched, const __grid_constant__ RowGrid grid) {
-  using Reduce = RowReduce<Tile::kThreads, Tile::kCluster, decltype(Program::stats)::kSums>;
+  using Reduce = RowReduce<Tile::kThreads, Tile::kCluster, Tile::kAbreast * decltype(Program::stats)::kSums>;
   using HeldRow = std::conditional_t<Tile::kLanes != 0, RegisterRow<Program, Tile, Reduce>,
                                      StreamedRow<Program, Tile, Reduce>>;
   const Place place(grid, Tile{});
-  if constexpr (Tile::kStays) return take_turns<Program, HeldRow, Reduce>(launched, grid, place);
   const Program program = entered(launched, grid, place);
   Reduce reduce(place.row_in_cta, place.rank);
   HeldRow row(program, grid, place, reduce);
@@ -171,7 +153,7 @@ __global__ void __launch_bounds__(Tile::kMaxCta, residents<Program, Tile>())
 
   const auto given = program.store.read();
   row.read();
-  finish_row(program, row, reduce, place, given);
+  finish_row(program, grid, row, reduce, place, given);
   if constexpr (decltype(Program::store)::kBlock != kNoBlock) {
     // Rows of the grid past the last one write zeros where the scales are padded.
     if (place.row >= grid.rows && place.row < program.store.padded_rows()) {

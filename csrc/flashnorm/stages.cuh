@@ -13,11 +13,13 @@
 //             Raw<N>            what `fetch` reads
 //             fetch(raw, at)    issues the reads
 //             keep(kept, raw, count)  h, from what was read; +0 from the count-th element on
-//             Vecs<N>, fetch_vecs(vecs, at)  vectors that h is made of besides, if any: keep(kept, raw, vecs, count)
+//             Vecs<N>, fetch_vecs(vecs, at)  vectors that h is made of besides, if any: keep(kept, raw, vecs, count);
+//                               vecs_same_below()  whether the row below has the same
 //             save(kept, at)    writes what the stage stores besides (once for every element of the row)
 //   stats   kSums             the most sums that are asked for at once
 //           State             the row's statistics
-//           compute(row)      from the sums `row` offers: row.sum(), row.sum_squares(), row.deviations(mean)
+//           compute(states, rows)  of some rows, from the sums they offer: rows.sum(sums), rows.sum_squares(sums),
+//                             rows.deviations(found, means); `state_of(stats, row)` of one that offers its own
 //           normalize<kCentred>(v, state)  with `kCentred`, of a row that is held as its differences from the mean
 //   map     Raw<N>, fetch(raw, at), apply(v, raw)
 //           Rows<N>, fetch_rows(rows, at)  rows that it reads besides vectors, if any: apply(v, raw, rows)

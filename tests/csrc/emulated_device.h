@@ -44,7 +44,7 @@ struct Slots {
 
 namespace emulation {
 
-constexpr int kMostSums = 2;
+constexpr int kMostSums = 4;
 
 struct Barrier {
   int waiting = 0;
@@ -65,7 +65,6 @@ struct Cta {
   std::vector<uint4> dynamic;
   std::vector<Warp> warps;
   Barrier barrier;
-  Barrier rows[16];
 };
 
 struct Fiber {
@@ -190,7 +189,6 @@ inline void await_batches(int) {}
 
 inline void sync_warp() { shuffle(0.0f, 0); }
 inline void sync_cta() { emulation::wait(emulation::self->cta->barrier, emulation::cluster->threads); }
-inline void sync_row(int row, int threads) { emulation::wait(emulation::self->cta->rows[row], threads); }
 template <int kSums>
 Slots<kSums>& shared_slots() {
   static_assert(kSums <= emulation::kMostSums, "more room");

@@ -30,35 +30,38 @@ void launch_rows(const Program& program, const Operands& operands, bool) {
   }
 }
 
-// What the plan would be: threads, rows, cluster, lanes, groups.
+// What the plan would be: threads, rows, cluster, lanes, groups, rows a thread.
 inline int64_t picked(int sm, int processors, int memory, int64_t rows, int hidden_size, int width, int kept,
-                      bool heavy, bool layered, bool large, bool modulated, int dense, int field) {
-  const ProgramFacts program{kept, heavy, layered, large, modulated, dense};
+                      bool heavy, bool layered, bool large, bool modulated, int dense, int abreast, int field) {
+  const ProgramFacts program{kept, heavy, layered, large, modulated, dense, abreast};
   const Plan plan = pick({sm, processors, memory}, rows, hidden_size, width, program);
-  const int fields[] = {plan.threads, plan.rows, plan.cluster, plan.lanes, plan.groups};
+  const int fields[] = {plan.threads, plan.rows, plan.cluster, plan.lanes, plan.groups, plan.abreast};
   return fields[field];
 }
 
 template <class... Each>
-bool any_carries_out(const Plan& plan, int kept, bool whole, TileList<Each...>) {
-  return plan.lanes * plan.groups * kGroup * kept <= kRegisterBytes && (carries_out<Each>(plan, whole) || ...);
+bool any_carries_out(const Plan& plan, int hidden_size, int kept, bool whole, TileList<Each...>) {
+  return ((Each::kPresent * Each::kAbreast * kGroup * kept <= kRegisterBytes && carries_out<Each>(plan, whole) &&
+           has_room<Each>(plan, hidden_size)) ||
+          ...);
 }
 
 // Whether a program of some kind has a kernel for a plan.
-inline bool has_kernel(int threads, int rows, int cluster, int lanes, int groups, int kept, bool whole, bool heavy,
-                       bool layered, bool large, bool modulated, int dense) {
-  const Plan plan{threads, rows, cluster, lanes, groups, false};
-  return (large ? any_carries_out(plan, kept, whole, LargeTiles{}) : any_carries_out(plan, kept, whole, Tiles{})) ||
-         (modulated && any_carries_out(plan, kept, whole, ModulatedTiles{})) ||
-         (layered ? any_carries_out(plan, kept, whole, LayerTiles{})
-          : dense ? any_carries_out(plan, kept, whole, DenseTiles{})
-                  : heavy && any_carries_out(plan, kept, whole, HeavyTiles{}));
+inline bool has_kernel(int threads, int rows, int cluster, int lanes, int groups, int abreast, int hidden_size, int kept,
+                       bool whole, bool heavy, bool layered, bool large, bool modulated, int dense, int most_abreast) {
+  const Plan plan{threads, rows, cluster, lanes, groups, false, abreast};
+  const auto any = [&](auto tiles) { return any_carries_out(plan, hidden_size, kept, whole, tiles); };
+  return (large ? any(LargeTiles{}) : any(Tiles{})) || (modulated && any(ModulatedTiles{})) ||
+         (layered ? any(LayerTiles{})
+          : dense ? any(DenseTiles{})
+                  : heavy && any(HeavyTiles{})) ||
+         (most_abreast > 1 && (modulated ? any(SharingModulatedTiles{}) : any(SharingLayerTiles{})));
 }
 
-inline void force(int sm, int shared_memory, int threads, int rows, int cluster, int lanes, int groups, bool stays,
+inline void force(int sm, int shared_memory, int threads, int rows, int cluster, int lanes, int groups, int abreast,
                   int processors) {
   forced.device = {sm, processors, shared_memory};
-  forced.plan = {threads, rows, cluster, lanes, groups, true, stays};
+  forced.plan = {threads, rows, cluster, lanes, groups, true, abreast};
 }
 
 }  // namespace flashnorm

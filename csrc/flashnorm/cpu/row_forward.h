@@ -209,7 +209,7 @@ class RowResults {
   template <class OutAccess, class Ahead>
   FN_HOST_DEVICE void put_again(const Ahead& ahead) const {
     const Again sums{*this};
-    const auto state = program_.store.stats().compute(sums);
+    const auto state = state_of(program_.store.stats(), sums);
     steps(row_, 0, hidden_size_, [&](const auto& at) FN_INLINE {
       ahead(at);
       Pack<typename AgainOf<Store>::Type, kStep> again;
@@ -263,7 +263,7 @@ FN_HOST_DEVICE void forward_row(const Program& program, Given given, int hidden_
   const auto load = program.load.locate(row, true);
   using Load = std::decay_t<decltype(load)>;
   RowSums<Load> sums(load, row, hidden_size);
-  const auto state = program.stats.compute(sums);
+  const auto state = state_of(program.stats, sums);
   program.saves.put(state, row);
   const RowResults<Program, Load, std::decay_t<decltype(state)>> results(program, load, state, hidden_size, row);
   results.template put<OutAccess>(given, [&](const auto& at) FN_INLINE {

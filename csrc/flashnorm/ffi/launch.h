@@ -12,7 +12,7 @@ const DeviceFacts& device_facts(int device) {
     for_each_kernel<Program>([&](RowKernel<Program> kernel, auto tile) {
       const void* function = reinterpret_cast<const void*>(kernel);
       load_kernel(function, facts);
-      if (tile.kLanes == 0 || tile.kStays) allow_shared(function, facts.shared_memory - kOwnSharedMemory);
+      if (tile.kLanes == 0) allow_shared(function, facts.shared_memory - kOwnSharedMemory);
     });
   });
 }
@@ -23,19 +23,20 @@ inline Plan& forced_plan() {
   static Plan plan{};
   return plan;
 }
-inline void force_plan(int threads, int rows, int cluster, int lanes, int groups, bool prefetch, bool stays) {
-  forced_plan() = {threads, rows, cluster, lanes, groups, prefetch, stays};
+inline void force_plan(int threads, int rows, int cluster, int lanes, int groups, bool prefetch, int abreast) {
+  forced_plan() = {threads, rows, cluster, lanes, groups, prefetch, abreast};
 }
 
 // threads, cluster, lanes, groups, groups that are there, threads of a CTA at most, whether a CTA may have several rows,
-// whether it stays, whether it is for rows that are not whole aligned groups, and which programs have it (0: all but
-// large ones, 1: heavy ones, 2: those of several sums, 3: large ones, 4: modulated ones, 5: dense ones), of every tile.
+// the rows a thread has abreast, whether it is for rows that are not whole aligned groups, and which programs have it (0: all but
+// large ones, 1: heavy ones, 2: those of several sums, 3: large ones, 4: modulated ones, 5: dense ones; 6 and 7: those
+// of 2 and 4 that share much), of every tile.
 inline std::string tiles() {
   std::string text;
   const auto describe = [&](auto tile, int programs) {
     const bool shifted = std::is_same_v<typename decltype(tile)::Access, Shifted>;
     const int numbers[] = {tile.kThreads, tile.kCluster,  tile.kLanes, tile.kGroups, tile.kPresent,
-                           tile.kMaxCta,  tile.kManyRows, tile.kStays, int(shifted), programs};
+                           tile.kMaxCta,  tile.kManyRows, tile.kAbreast, int(shifted), programs};
     for (const int number : numbers) text += std::to_string(number) + " ";
   };
   for_each_tile([&](auto tile) { describe(tile, 0); }, Tiles{});
@@ -43,9 +44,11 @@ inline std::string tiles() {
   for_each_tile([&](auto tile) { describe(tile, 1); }, TriedHeavyTiles{});
   for_each_tile([&](auto tile) { describe(tile, 2); }, LayerTiles{});
   for_each_tile([&](auto tile) { describe(tile, 2); }, TriedLayerTiles{});
+  for_each_tile([&](auto tile) { describe(tile, 6); }, SharingLayerTiles{});
   for_each_tile([&](auto tile) { describe(tile, 3); }, LargeTiles{});
   for_each_tile([&](auto tile) { describe(tile, 4); }, ModulatedTiles{});
   for_each_tile([&](auto tile) { describe(tile, 4); }, TriedModulatedTiles{});
+  for_each_tile([&](auto tile) { describe(tile, 7); }, SharingModulatedTiles{});
   for_each_tile([&](auto tile) { describe(tile, 5); }, DenseTiles{});
   return text;
 }

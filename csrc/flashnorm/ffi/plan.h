@@ -17,7 +17,7 @@ struct Plan {
   int lanes;      // a thread, in registers; 0: streamed
   int groups;     // a lane
   bool prefetch;  // before the wait for the earlier kernel
-  bool stays = false;  // CTAs take rows in turn
+  int abreast = 1;  // rows a thread
 };
 
 // The tiles there are. Each is a kernel to build, about 0.4 s; a plan with `lanes` is one of them.
@@ -60,6 +60,9 @@ using LargeTiles = TileList<
 using ModulatedTiles = TileList<                  //
     Tile<128, 1, 8, 1, Whole, false, 5, 128>,     // many rows of up to 5120
     Tile<128, 1, 8, 1, Whole, false, 8, 128>>;    // of up to 8192
+using SharingModulatedTiles = TileList<                //
+    Tile<128, 1, 4, 1, Whole, false, 3, 128, 0, 2>,    // many rows of up to 3072
+    Tile<256, 1, 4, 1, Whole, false, 3, 256, 0, 2>>;   // of up to 6144
 
 // Further tiles for programs of many instructions a byte: 32 elements share a thread's own work.
 using HeavyTiles = TileList<    //
@@ -77,18 +80,22 @@ using LayerTiles = TileList<            //
     Tile<128, 1, 8, 1, Whole, false>,   // of up to 8192
     Tile<256, 1, 4, 2, Whole, false>,   // of up to 16384
     Tile<128, 4, 2, 4, Whole, false>>;  // of up to 32768
+using SharingLayerTiles = TileList<                    //
+    Tile<128, 1, 4, 1, Whole, false, 4, 128, 0, 2>,    // many rows of up to 4096
+    Tile<128, 1, 8, 1, Whole, false, 7, 128, 4, 2>,    // of up to 7168
+    Tile<128, 1, 8, 1, Whole, false, 8, 128, 4, 2>,    // of up to 8192
+    Tile<256, 1, 4, 2, Whole, false, 8, 256, 2, 2>>;   // of up to 16384
 
 #ifdef FLASHNORM_TUNING
-// What nobody has measured, for tuning builds alone (benchmarks/tune_cuda.py): CTAs that stay and copy their next row
-// meanwhile; several rows in a CTA, which find each other's vectors in L1; so few threads that hundreds of rows
-// run at once.
-using TriedLayerTiles = TileList<Tile<128, 1, 8, 1, Whole, false, 7, 128, 5, true>,  //
+// What nobody has measured, or lost, for tuning builds alone (benchmarks/tune_cuda.py): three rows abreast; several rows
+// in a CTA, which find each other's vectors in L1; so few threads that hundreds of rows run at once.
+using TriedLayerTiles = TileList<Tile<128, 1, 8, 1, Whole, false, 7, 128, 3, 3>,  //
+                                 Tile<128, 1, 4, 1, Whole, false, 4, 128, 0, 3>,  //
                                  Tile<128, 1, 8, 1, Whole, false, 7, 256, 3>>;
 using TriedHeavyTiles = TileList<Tile<128, 1, 8, 1, Whole, false, 7, 128>>;
 using TriedModulatedTiles = TileList<Tile<64, 1, 8, 1, Whole, false, 8, 64>,    // lost without biases
                                      Tile<64, 1, 8, 1, Whole, false, 6, 256>,   //
-                                     Tile<128, 1, 8, 1, Whole, false, 5, 256>,  //
-                                     Tile<128, 1, 8, 1, Whole, false, 5, 128, 4, true>>;
+                                     Tile<128, 1, 8, 1, Whole, false, 5, 256>>;
 #else
 using TriedLayerTiles = TileList<>;
 using TriedHeavyTiles = TileList<>;
@@ -161,16 +168,29 @@ constexpr int least_dense() {
   return kBlock == kNoBlock && decltype(Program::maps)::dense() ? 1 : 0;
 }
 
+// Rows that a thread works on at once where there are many: two, where the last pass reads so much for all rows that it
+// pays to read it once for both (fp32 vectors in groups of 8 take L1 twice the time of their bytes, half a sector at a
+// time), and the statistics leave registers for two.
+template <class Program>
+constexpr int rows_abreast() {
+  using Maps = decltype(Program::maps);
+  using Store = decltype(Program::store);
+  constexpr bool kMay = is_layered<Program>() && Store::kBlock == kNoBlock && !AgainOf<Store>::kThere && Maps::row_bytes() == 0;
+  constexpr int kBytes = Maps::raw_bytes() / kGroup;
+  constexpr bool kMuch = is_modulated<Program>() ? kBytes >= 12 : kBytes >= 8 && held_bytes<Program>() == 2;
+  return kMay && kMuch ? 2 : 1;
+}
+
 // What the plan needs to know of a program.
 struct ProgramFacts {
   int kept_bytes;  // of an element, between the passes
   bool heavy, layered, large, modulated;
-  int dense;
+  int dense, abreast;
 };
 template <class Program>
 constexpr ProgramFacts facts_of() {
-  return {held_bytes<Program>(), is_heavy<Program>(),     is_layered<Program>(),
-          is_large<Program>(),   is_modulated<Program>(), least_dense<Program>()};
+  return {held_bytes<Program>(),   is_heavy<Program>(),    is_layered<Program>(),  is_large<Program>(),
+          is_modulated<Program>(), least_dense<Program>(), rows_abreast<Program>()};
 }
 
 template <bool kWanted, class List>
@@ -181,11 +201,15 @@ using AllModulatedTiles = decltype(joined(ModulatedTiles{}, TriedModulatedTiles{
 template <bool kHeavy, bool kLayered, bool kDense>
 using FurtherTiles = std::conditional_t<kLayered, AllLayerTiles,
                                         std::conditional_t<kDense, DenseTiles, TilesIf<kHeavy, AllHeavyTiles>>>;
+template <bool kSharing, bool kModulated>
+using MoreTiles = decltype(joined(
+    TilesIf<kModulated, AllModulatedTiles>{},
+    TilesIf<kSharing, std::conditional_t<kModulated, SharingModulatedTiles, SharingLayerTiles>>{}));
 template <class Program>
 using TilesOf = decltype(joined(
     joined(std::conditional_t<is_large<Program>(), LargeTiles, Tiles>{},
            FurtherTiles<is_heavy<Program>(), is_layered<Program>(), least_dense<Program>() != 0>{}),
-    TilesIf<is_modulated<Program>(), AllModulatedTiles>{}));
+    MoreTiles<(rows_abreast<Program>() > 1), is_modulated<Program>()>{}));
 
 // A thread's part of a row stays in registers up to this many bytes, else in shared memory.
 constexpr int kRegisterBytes = 256;
@@ -254,7 +278,8 @@ inline Plan pick_for_many_dense(int hidden_size, int size, bool some, bool clust
 }
 
 // The same for programs of several sums; `most` says that there are more rows than run at once.
-inline Plan pick_for_many_layered(int hidden_size, int size, bool some, bool most, bool heavy, bool clusters) {
+inline Plan pick_for_many_layered(int hidden_size, int size, bool some, bool most, bool heavy, bool clusters,
+                                  int abreast) {
   const int lanes = lanes_of(hidden_size);
   // What a thread does for itself (the roots and quotients of a row) is half of all, at a group a thread. 32768 x 128
   // to e4m3: 6.4 us on 8 threads a row, 7.5 on 4; beyond what runs at once fewer are better.
@@ -262,11 +287,13 @@ inline Plan pick_for_many_layered(int hidden_size, int size, bool some, bool mos
     return most ? Plan{lanes / 4, 512 / lanes, 1, 4, 1, false} : Plan{lanes / 2, 256 / lanes, 1, 2, 1, false};
   }
   // Some rows: more threads (1024 x 8192: 13.3 us on 256 threads, 15.8 on 128; 512 x 4096: 4.4 and 4.8).
-  if (lanes == 512) return some ? Plan{256, 1, 1, 2, 1, false} : Plan{128, 1, 1, 4, 1, false};
+  // Many, two abreast, to e4m3: 16384 x 7168 105.4 us, 114.9 one by one; 32760 x 3072 104.9 and 109.9.
+  if (lanes == 512) return some ? Plan{256, 1, 1, 2, 1, false} : Plan{128, 1, 1, 4, 1, false, abreast};
   if (lanes == 1024 && hidden_size <= 8192) {
-    return some ? Plan{256, 1, 1, 4, 1, false} : Plan{128, 1, 1, 8, 1, false};
+    return some ? Plan{256, 1, 1, 4, 1, false} : Plan{128, 1, 1, 8, 1, false, abreast};
   }
-  if (hidden_size > 8192 && hidden_size <= 16384) return {256, 1, 1, 4, 2, false};
+  // 8192 x 16384: 119.6 us, 148.1 one by one.
+  if (hidden_size > 8192 && hidden_size <= 16384) return {256, 1, 1, 4, 2, false, some ? 1 : abreast};
   // 4096 x 32768 to e4m3: 172 us on four CTAs a row, 210 on one, whose vectors (256 KB) no L1 holds.
   if (hidden_size > 16384 && size <= 32768 && clusters) return {128, 1, 4, 2, 4, false};
   return heavy ? pick_for_many_heavy(hidden_size, size, some, clusters)
@@ -274,12 +301,16 @@ inline Plan pick_for_many_layered(int hidden_size, int size, bool some, bool mos
 }
 
 // The same for diffusion transformers. Figures: gate, gamma and beta in fp32, 32760 and 1920 rows of 3072: 197.8 and
-// 16.0 us on 128 threads, 200.2 and 19.2 on 64.
+// 16.0 us on 128 threads, 200.2 and 19.2 on 64; 16384 x 7168: 236 on 256 threads, 252 on 128. With scale, shift and
+// three biases two rows abreast: 199.3 us at 32760 x 3072, 227.4 one by one; 344.4 and 358.6 at 32760 x 5120.
 inline Plan pick_for_many_modulated(int hidden_size, int size, bool some, bool most, bool heavy, bool layered,
-                                    bool clusters) {
-  if (lanes_of(hidden_size) == 512) return {128, 1, 1, 4, 1, false};
+                                    bool clusters, int abreast) {
+  if (some) abreast = 1;
+  if (lanes_of(hidden_size) == 512) return {128, 1, 1, 4, 1, false, hidden_size <= 3072 ? abreast : 1};
+  if (hidden_size > 4096 && hidden_size <= 6144 && abreast > 1) return {256, 1, 1, 4, 1, false, abreast};
+  if (hidden_size > 5120 && hidden_size <= 8192 && !some) return {256, 1, 1, 4, 1, false};
   if (hidden_size > 4096 && hidden_size <= 8192) return {128, 1, 1, 8, 1, false};
-  return layered ? pick_for_many_layered(hidden_size, size, some, most, heavy, clusters)
+  return layered ? pick_for_many_layered(hidden_size, size, some, most, heavy, clusters, 1)
                  : pick_for_many_heavy(hidden_size, size, some, clusters);
 }
 
@@ -291,7 +322,7 @@ inline Plan pick_any(const DeviceFacts& device, int64_t rows, int hidden_size, i
     plan.prefetch = 4 * rows <= 5 * device.processors;
     return plan;
   }
-  const auto [kept_bytes, heavy, layered, large, modulated, dense] = program;
+  const auto [kept_bytes, heavy, layered, large, modulated, dense, abreast] = program;
   const bool clusters = device.sm >= 90;
   const bool few = 4 * rows <= 5 * device.processors;
   const int size = hidden_size * kept_bytes / 2;
@@ -299,8 +330,8 @@ inline Plan pick_any(const DeviceFacts& device, int64_t rows, int hidden_size, i
   const bool most = rows > 744 * device.processors;
   const int most_few = (layered && !modulated ? 2 : 6) * device.processors;
   Plan plan = rows <= most_few ? pick_for_few(hidden_size, clusters, few)
-              : modulated      ? pick_for_many_modulated(hidden_size, size, some, most, heavy, layered, clusters)
-              : layered        ? pick_for_many_layered(hidden_size, size, some, most, heavy, clusters)
+              : modulated      ? pick_for_many_modulated(hidden_size, size, some, most, heavy, layered, clusters, abreast)
+              : layered        ? pick_for_many_layered(hidden_size, size, some, most, heavy, clusters, abreast)
               : dense          ? pick_for_many_dense(hidden_size, size, some, clusters, dense)
               : heavy          ? pick_for_many_heavy(hidden_size, size, some, clusters)
                                : pick_for_many(hidden_size, size, some, clusters);

@@ -1,7 +1,7 @@
 // From a plan to the kernel that carries it out and that kernel's arguments. No CUDA runtime: a test runs it too.
 #pragma once
 
-#include <algorithm>
+#include <cstring>
 
 #include "../row_forward.cuh"
 #include "operands.h"
@@ -18,7 +18,7 @@ bool carries_out(const Plan& plan, bool whole) {
   const bool threads = Tile::kNarrow ? plan.threads * plan.lanes <= 32
                                      : Tile::kThreads == 0 || Tile::kThreads == plan.threads;
   return threads && Tile::kCluster == plan.cluster && Tile::kLanes == plan.lanes && Tile::kGroups == plan.groups &&
-         (Tile::kManyRows || plan.rows == 1) && plan.threads * plan.rows <= Tile::kMaxCta && plan.stays == Tile::kStays &&
+         (Tile::kManyRows || plan.rows == 1) && plan.threads * plan.rows <= Tile::kMaxCta && plan.abreast == Tile::kAbreast &&
          std::is_same_v<typename Tile::Access, Shifted> != whole;
 }
 
@@ -27,17 +27,36 @@ void for_each_tile(Visit&& visit, TileList<Each...>) {
   (visit(Each{}), ...);
 }
 
+// Whether a tile has room for a row.
+template <class Tile>
+bool has_room(const Plan& plan, int hidden_size) {
+  return Tile::kPresent == Tile::kLanes * Tile::kGroups ||
+         hidden_size <= Tile::kPresent * plan.threads * plan.cluster * kGroup;
+}
+
 // Calls `visit(kernel, tile)` for every kernel of the program.
 template <class Program, class Visit>
 void for_each_kernel(Visit&& visit) {
   for_each_tile(
       [&](auto tile) {
         using Tile = decltype(tile);
-        if constexpr (Tile::kPresent * kGroup * held_bytes<Program>() <= kRegisterBytes) {
+        if constexpr (Tile::kPresent * Tile::kAbreast * kGroup * held_bytes<Program>() <= kRegisterBytes) {
           visit(static_cast<RowKernel<Program>>(row_forward<Program, Tile>), tile);
         }
       },
       TilesOf<Program>{});
+}
+
+// Whether what is read besides rows is the same for a row and the one below it, within an outer row.
+template <class Program>
+bool same_below(const Program& program) {
+  // All bytes, padding too, are copied and compared: where a map has a row of its own, its operand has moved on.
+  using Maps = decltype(Program::maps);
+  static_assert(std::is_trivially_copyable_v<Maps>, "compared as bytes");
+  std::aligned_storage_t<sizeof(Maps), alignof(Maps)> below;
+  std::memcpy(&below, &program.maps, sizeof(Maps));
+  reinterpret_cast<Maps*>(&below)->enter(Row{0, 1, 1}, 0);
+  return std::memcmp(&below, &program.maps, sizeof(Maps)) == 0 && vecs_same_below(program.load);
 }
 
 template <class Program>
@@ -49,34 +68,28 @@ struct RowLaunch {
 };
 
 template <class Program>
-RowLaunch<Program> row_launch(const Program&, const Operands& operands, Plan plan, const DeviceFacts& device) {
+RowLaunch<Program> row_launch(const Program& program, const Operands& operands, Plan plan, const DeviceFacts& device) {
   using Raw = typename LocatedOf<Program>::template Raw<kGroup>;
   const int64_t rows = operands.rows();
   const bool whole = operands.width() == kGroup;
-  RowLaunch<Program> launch{nullptr, {rows, operands.inner(), operands.hidden_size(), plan.prefetch, false, 0}, 0, 0};
-  plan.stays = plan.stays && operands.inner() == rows;  // a place in rows of rows costs a division a turn
-  int resident = 0;
+  RowLaunch<Program> launch{nullptr, {rows, operands.inner(), operands.hidden_size(), plan.prefetch, false}, 0, 0};
+  if (operands.inner() % plan.abreast != 0 && operands.inner() != rows) plan.abreast = 1;  // rows of two outer ones
+  if (!same_below(program)) plan.abreast = 1;
   int present = 0;  // of the tiles that carry it out, the one with the least room
   for_each_kernel<Program>([&](RowKernel<Program> kernel, auto tile) {
     using Tile = decltype(tile);
-    const bool room = Tile::kPresent == Tile::kLanes * Tile::kGroups ||
-                      operands.hidden_size() <= Tile::kPresent * plan.threads * plan.cluster * kGroup;
-    if (!carries_out<Tile>(plan, whole) || !room || (launch.kernel != nullptr && Tile::kPresent > present)) return;
+    if (!carries_out<Tile>(plan, whole) || !has_room<Tile>(plan, operands.hidden_size())) return;
+    if (launch.kernel != nullptr && Tile::kPresent > present) return;
     launch.kernel = kernel;
     present = Tile::kPresent;
-    resident = Tile::kResident;
   });
   if (launch.kernel == nullptr) {
     TVM_FFI_THROW(RuntimeError) << "no kernel for " << text(plan.threads) << " threads x " << text(plan.cluster)
                                 << " CTAs a row, " << text(plan.lanes) << " lanes a thread, " << text(plan.groups)
                                 << " groups a lane";
   }
-  launch.ctas = (operands.grid_rows() + plan.rows - 1) / plan.rows * plan.cluster;
-  if (plan.stays) {
-    launch.ctas = std::min<int64_t>(launch.ctas, resident * int64_t(device.processors));
-    launch.grid.at_once = launch.ctas * plan.rows;
-    launch.stage_bytes = present * plan.threads * plan.rows * int(sizeof(Raw));
-  }
+  const int together = plan.rows * plan.abreast;
+  launch.ctas = (operands.grid_rows() + together - 1) / together * plan.cluster;
   if (plan.lanes == 0) {
     const int columns = kGroup * plan.threads * plan.cluster;
     const int64_t groups = (operands.hidden_size() + columns - 1) / columns * plan.threads * plan.rows;

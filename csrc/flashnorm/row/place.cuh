@@ -17,13 +17,12 @@ struct RowGrid {
   int hidden_size;
   bool prefetch;  // ask for the row and the weights before the wait for the earlier kernel
   bool staged;    // StreamedRow keeps the row in shared memory
-  int64_t at_once;  // rows of all CTAs, where they take rows in turn
 };
 
 // How a kernel divides a row, fixed when it is compiled: instructions, not bytes, are what a kernel that asks
 // for all of this at run time runs out of.
 template <int kThreads_, int kCluster_, int kLanes_, int kGroups_, class Access_ = Whole, bool kEarlyMaps_ = true,
-          int kPresent_ = kLanes_ * kGroups_, int kMaxCta_ = 0, int kResident_ = 0, bool kStays_ = false>
+          int kPresent_ = kLanes_ * kGroups_, int kMaxCta_ = 0, int kResident_ = 0, int kAbreast_ = 1>
 struct Tile {
   static constexpr int kThreads = kThreads_;      // a row, in one CTA; 0: any power of two, blockDim.x, of which
                                                   // several lanes a thread are at most 32 lanes
@@ -35,13 +34,14 @@ struct Tile {
   static constexpr bool kManyRows = kThreads < 128 || (kLanes > 0 && kMaxCta_ > kThreads);  // a CTA may work on several rows
   // CTAs that a processor should have registers for, where rows leave room for that; 0: no matter.
   static constexpr int kResident = kResident_;
-  static constexpr bool kStays = kStays_;  // so many CTAs stay, and take rows in turn
+  // Rows that a thread works on at once, one below the other: what maps and loads read besides rows serves them all.
+  static constexpr int kAbreast = kAbreast_;
   using Access = Access_;
   static constexpr bool kNarrow = kThreads == 0 && kLanes > 1;
   static constexpr int kMaxCta =
       kMaxCta_ > 0 ? kMaxCta_ : (kThreads == 0 && !kNarrow) || kThreads > 512 ? 1024 : kThreads > 256 ? 512 : 256;
   static_assert(kPresent == kLanes * kGroups || kGroups == 1, "a lane's groups are all there or none is");
-  static_assert(!kStays || (kResident > 0 && kCluster == 1), "so many stay, each with rows of its own");
+  static_assert(kAbreast == 1 || (kLanes > 0 && kThreads >= 32), "in registers, by whole warps");
 };
 
 template <class... Each>
@@ -66,28 +66,25 @@ struct Place {
       row_in_cta = threadIdx.y;
       row = row * blockDim.y + row_in_cta;
     }
+    row *= Tile::kAbreast;
     first_group = rank * int(blockDim.x) + int(threadIdx.x);
-    settle(grid);
+    left = left_below(0, grid);
   }
-  // To the row of this thread's next turn.
-  FN_DEVICE void go_on(const RowGrid& grid) {
-    row += grid.at_once;
-    settle(grid);
+  // What `left` is in the r-th row below.
+  FN_DEVICE int left_below(int r, const RowGrid& grid) const {
+    return row + r < grid.rows ? grid.hidden_size - first_group * kGroup : 0;
   }
 
   FN_DEVICE bool speaks_for_row() const { return first_group == 0 && left > 0; }
-
- private:
-  FN_DEVICE void settle(const RowGrid& grid) {
-    left = row < grid.rows ? grid.hidden_size - first_group * kGroup : 0;
-  }
+  // The same, for the r-th row below.
+  FN_DEVICE bool speaks_for(int r, const RowGrid& grid) const { return first_group == 0 && row + r < grid.rows; }
 };
 
 // The program, with its operands moved to this thread's place: all else is a constant offset from there.
-template <bool kFlat = false, class Program>
+template <class Program>
 FN_DEVICE Program entered(Program program, const RowGrid& grid, const Place& place) {
   Row row{0, place.row, place.row};
-  if (!kFlat && grid.inner != grid.rows) {
+  if (grid.inner != grid.rows) {
     row.outer =
         grid.rows <= 0xFFFFFFFFll ? uint32_t(place.row) / uint32_t(grid.inner) : uint64_t(place.row) / grid.inner;
     row.inner = place.row - row.outer * grid.inner;
@@ -98,11 +95,11 @@ FN_DEVICE Program entered(Program program, const RowGrid& grid, const Place& pla
 
 // A thread's group that lies `col` elements from its first.
 template <class Access>
-FN_DEVICE At<Access> at_group(const Place& place, int col) {
+FN_DEVICE At<Access> at_group(const Place& place, int left, int col) {
   if constexpr (std::is_same_v<Access, Shifted>) {
-    return {{0, 0}, col, {place.left - col, place.first_group * kGroup + col}};
+    return {{0, 0}, col, {left - col, place.first_group * kGroup + col}};
   } else if constexpr (std::is_same_v<Access, Gated>) {
-    return {{0, 0}, col, {col < place.left}};
+    return {{0, 0}, col, {col < left}};
   } else {
     return {{0, 0}, col, {}};
   }
@@ -110,17 +107,17 @@ FN_DEVICE At<Access> at_group(const Place& place, int col) {
 
 // Whether to touch a group: all of a warp's threads do where an access is the work of a warp.
 template <class Access>
-FN_DEVICE bool reaches(const Place& place, int col) {
-  return std::is_same_v<Access, Shifted> || std::is_same_v<Access, Gated> || col < place.left;
+FN_DEVICE bool reaches(int left, int col) {
+  return std::is_same_v<Access, Shifted> || std::is_same_v<Access, Gated> || col < left;
 }
 
 // Elements of the group that the row has: all or none, unless rows have any width.
 template <class Access>
-FN_DEVICE int elements_of(const Place& place, int col) {
+FN_DEVICE int elements_of(int left, int col) {
   if constexpr (std::is_same_v<Access, Shifted>) {
-    return place.left - col;
+    return left - col;
   } else {
-    return col < place.left ? kGroup : 0;
+    return col < left ? kGroup : 0;
   }
 }
 

@@ -36,6 +36,7 @@ class StreamedRow {
 
  public:
   static constexpr bool kCentred = false, kHoldsResult = false;
+  static constexpr int kRows = 1;
 
   FN_DEVICE StreamedRow(const Program& program, const RowGrid& grid, const Place& place, Reduce& reduce)
       : program_(program),
@@ -57,15 +58,15 @@ class StreamedRow {
   }
 
   FN_DEVICE int hidden_size() const { return hidden_size_; }
-  FN_DEVICE float sum() { return sum_of<Values>(); }
-  FN_DEVICE float sum_squares() { return sum_of<Squares>(); }
-  FN_DEVICE Deviations deviations(float mean) {
+  FN_DEVICE void sum(float (&sums)[1]) { sum_of<Values>(sums); }
+  FN_DEVICE void sum_squares(float (&sums)[1]) { sum_of<Squares>(sums); }
+  FN_DEVICE void deviations(Deviations (&found)[1], const float (&means)[1]) {
     float sums[2];
     fold<LoadRead, Values, Squares>(sums, [&](float (&v)[kGroup], const LoadRead& read, int r) {
       load_group(v, read, r);
-      centre(v, mean, elements(r));
+      centre(v, means[0], elements(r));
     });
-    return {sums[0], sums[1]};
+    found[0] = {sums[0], sums[1]};
   }
 
   // A pass before the last: look(v, maps, at) for every group.
@@ -89,16 +90,14 @@ class StreamedRow {
     });
     if (std::is_same_v<Access, Shifted>) sync_cta();  // there, neighbours store for each other
   }
-  FN_DEVICE float sum_squares_again() {
-    float sums[1];
+  FN_DEVICE void sum_squares_again(float (&sums)[1]) {
     using Again = typename Next::Again;
     fold<Again, Squares>(sums, [](float (&v)[kGroup], const Again& again, int) { widen(v, again); });
-    return sums[0];
   }
   template <class Finish>
   FN_DEVICE void finish_again(const Finish& finish) {
     for (int r = 0; r < groups_; ++r) {
-      if (!reaches<Access>(place_, r * kStride)) continue;
+      if (!reaches<Access>(place_.left, r * kStride)) continue;
       typename Next::Raw raw;
       typename Next::Again again;
       float v[kGroup];
@@ -112,9 +111,9 @@ class StreamedRow {
  private:
   template <class Out>
   FN_DEVICE At<Out> at(int r) const {
-    return at_group<Out>(place_, r * kStride);
+    return at_group<Out>(place_, place_.left, r * kStride);
   }
-  FN_DEVICE int elements(int r) const { return elements_of<Access>(place_, r * kStride); }
+  FN_DEVICE int elements(int r) const { return elements_of<Access>(place_.left, r * kStride); }
 
   FN_DEVICE void stage() const {
     for (int r = 0; r * kStride < place_.left; ++r) {
@@ -163,10 +162,8 @@ class StreamedRow {
   }
 
   template <class Term>
-  FN_DEVICE float sum_of() {
-    float sums[1];
+  FN_DEVICE void sum_of(float (&sums)[1]) {
     fold<LoadRead, Term>(sums, [&](float (&v)[kGroup], const LoadRead& read, int r) { load_group(v, read, r); });
-    return sums[0];
   }
 
   // The canonical sums of the terms of what `make(v, read, r)` makes of what is read of a group.
@@ -212,7 +209,7 @@ class StreamedRow {
       if (kAhead) read_maps(ahead_, first + kBatch);
       FN_UNROLL
       for (int i = 0; i < kBatch; ++i) {
-        if (!reaches<Out>(place_, (first + i) * kStride)) continue;
+        if (!reaches<Out>(place_.left, (first + i) * kStride)) continue;
         LoadRead read;
         float v[kGroup];
         Pack<Kept, kGroup> kept;

@@ -100,6 +100,12 @@ struct GateResidual {
     gate.load(vecs.gate, at);
     if constexpr (Options::kGateBias) gate_bias.load(vecs.bias, at);
   }
+  bool vecs_same_below() const {
+    if constexpr (Options::kGateBias) {
+      if (gate_bias.inner_stride != 0) return false;
+    }
+    return gate.inner_stride == 0;
+  }
   template <int N>
   FN_HOST_DEVICE void keep(Pack<Kept, N>& kept, const Raw<N>& raw, const GateVecs<N>& vecs, int count) const {
     float gain[N];
@@ -191,6 +197,7 @@ struct LoadGained {
   FN_HOST_DEVICE void fetch_vecs(Vecs<N>& vecs, const At<Access>& at) const {
     gain.load(vecs.gain, at);
   }
+  bool vecs_same_below() const { return gain.inner_stride == 0; }
   template <int N>
   FN_HOST_DEVICE void keep(Pack<Kept, N>& kept, const Raw<N>& raw, const Vecs<N>& vecs, int count) const {
     float v[N], w[N];

@@ -54,6 +54,16 @@ FN_HOST_DEVICE void fetch_vecs(const Load& load, typename VecsOf<Load>::template
   if constexpr (VecsOf<Load>::kThere) load.fetch_vecs(vecs, at);
 }
 
+// Whether those vectors are the same for a row and the one below it, within an outer row.
+template <class Load>
+bool vecs_same_below(const Load& load) {
+  if constexpr (VecsOf<Load>::kThere) {
+    return load.vecs_same_below();
+  } else {
+    return true;
+  }
+}
+
 // h, from what was read; +0 from the count-th element on.
 template <class Load, int N>
 FN_HOST_DEVICE void keep(const Load& load, Pack<typename Load::Kept, N>& kept,

@@ -6,6 +6,30 @@
 
 namespace flashnorm {
 
+// The sums of a row's d = sub(h, mean) and of their squares.
+struct Deviations {
+  float values;
+  float squares;
+};
+
+// The sums of one row, as those of several are asked for.
+template <class Sums>
+struct OneRow {
+  Sums& row;
+
+  FN_HOST_DEVICE int hidden_size() const { return row.hidden_size(); }
+  FN_HOST_DEVICE void sum(float (&sums)[1]) { sums[0] = row.sum(); }
+  FN_HOST_DEVICE void sum_squares(float (&sums)[1]) { sums[0] = row.sum_squares(); }
+  FN_HOST_DEVICE void deviations(Deviations (&found)[1], const float (&means)[1]) { found[0] = row.deviations(means[0]); }
+};
+template <class Stats, class Sums>
+FN_HOST_DEVICE typename Stats::State state_of(const Stats& stats, Sums& row) {
+  OneRow<Sums> rows{row};
+  typename Stats::State states[1];
+  stats.compute(states, rows);
+  return states[0];
+}
+
 // rstd = div(1, sqrt(add(div(sum(h*h), H), eps))); n = mul(h, rstd)
 template <class Options>
 struct Rms {
@@ -16,23 +40,22 @@ struct Rms {
 
   float eps;
 
-  template <class Sums>
-  FN_HOST_DEVICE State compute(Sums& row) const {
-    // Not `div_by`: its branch changes how the kernel is scheduled, and 8192 x 16384 took 164 us in place of 130.
-    const float mean_square = fp::div(row.sum_squares(), float(row.hidden_size()));
-    return {fp::reciprocal(fp::sqrt(fp::add(mean_square, eps)))};
+  template <int kRows, class Sums>
+  FN_HOST_DEVICE void compute(State (&states)[kRows], Sums& rows) const {
+    float squares[kRows];
+    rows.sum_squares(squares);
+    FN_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      // Not `div_by`: its branch changes how the kernel is scheduled, and 8192 x 16384 took 164 us in place of 130.
+      const float mean_square = fp::div(squares[r], float(rows.hidden_size()));
+      states[r] = {fp::reciprocal(fp::sqrt(fp::add(mean_square, eps)))};
+    }
   }
   template <bool kCentred = false, int N>
   FN_HOST_DEVICE static void normalize(float (&v)[N], const State& state) {
     FN_UNROLL
     for (int i = 0; i < N; ++i) v[i] = fp::mul(v[i], state.rstd);
   }
-};
-
-// The sums of a row's d = sub(h, mean) and of their squares.
-struct Deviations {
-  float values;
-  float squares;
 };
 
 // v <- sub(v, mean) for the `count` elements that are there; a missing one stays the +0 that it is.
@@ -58,15 +81,22 @@ struct MeanVar {
 
   float eps;
 
-  template <class Sums>
-  FN_HOST_DEVICE State compute(Sums& row) const {
-    const int count = row.hidden_size();
-    const float mean = fp::div_by(row.sum(), count);
-    const Deviations sums = row.deviations(mean);
-    const float rest = fp::div_by(sums.values, count);
-    const float square = fp::fma(-rest, rest, fp::div_by(sums.squares, count));
-    const float variance = square < 0.0f ? 0.0f : square;  // a NaN stays
-    return {mean, rest, fp::reciprocal(fp::sqrt(fp::add(variance, eps)))};
+  template <int kRows, class Sums>
+  FN_HOST_DEVICE void compute(State (&states)[kRows], Sums& rows) const {
+    const int count = rows.hidden_size();
+    float means[kRows];
+    rows.sum(means);
+    FN_UNROLL
+    for (int r = 0; r < kRows; ++r) means[r] = fp::div_by(means[r], count);
+    Deviations sums[kRows];
+    rows.deviations(sums, means);
+    FN_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const float rest = fp::div_by(sums[r].values, count);
+      const float square = fp::fma(-rest, rest, fp::div_by(sums[r].squares, count));
+      const float variance = square < 0.0f ? 0.0f : square;  // a NaN stays
+      states[r] = {means[r], rest, fp::reciprocal(fp::sqrt(fp::add(variance, eps)))};
+    }
   }
   // With `kCentred`, v is the row's d already.
   template <bool kCentred = false, int N>
