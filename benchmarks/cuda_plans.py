@@ -139,7 +139,7 @@ def plans(module: Any, name: str, m: int, h: int) -> Iterator[Plan]:
         narrow = threads == 0 and held > 1
         threads = threads or lanes // max(1, held)
         turns = -(-h // 8192)
-        fits = turns <= groups < 2 * turns and present * 8 * held_bytes(name) <= 256
+        fits = turns <= groups < 2 * turns and present * abreast * 8 * held_bytes(name) <= 256
         fits = fits and (present == held * groups or h <= 8 * present * threads * cluster)
         fits = fits or (held == 0 and turns > 1)
         fits = fits and programs in lists_of(name) and not (narrow and lanes > 32) and threads <= most

@@ -20,9 +20,7 @@ inline Forced forced;
 template <class Program>
 void launch_rows(const Program& program, const Operands& operands, bool) {
   Plan plan = forced.plan;
-  if (plan.threads == 0) {
-    plan = pick<Program>(forced.device, operands.grid_rows(), operands.hidden_size(), operands.width());
-  }
+  if (plan.threads == 0) plan = plan_of(program, operands, forced.device);
   const RowLaunch<Program> launch = row_launch(program, operands, plan, forced.device);
   for (int64_t cta = 0; cta < launch.ctas; cta += plan.cluster) {
     emulation::run_cluster(unsigned(cta), plan.cluster, {unsigned(plan.threads), unsigned(plan.rows), 1},

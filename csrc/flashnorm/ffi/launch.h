@@ -63,7 +63,7 @@ void launch_rows(const Program& program, const Operands& operands, bool enable_p
   const DeviceGuard guard(device);
   const DeviceFacts& facts = device_facts<Program>(device);
 
-  Plan plan = pick<Program>(facts, rows, operands.hidden_size(), operands.width());
+  Plan plan = plan_of(program, operands, facts);
 #ifdef FLASHNORM_TUNING
   if (forced_plan().threads > 0) plan = forced_plan();
 #endif

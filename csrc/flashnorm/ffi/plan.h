@@ -82,17 +82,15 @@ using LayerTiles = TileList<            //
     Tile<128, 4, 2, 4, Whole, false>>;  // of up to 32768
 using SharingLayerTiles = TileList<                    //
     Tile<128, 1, 4, 1, Whole, false, 4, 128, 0, 2>,    // many rows of up to 4096
-    Tile<128, 1, 8, 1, Whole, false, 7, 128, 4, 2>,    // of up to 7168
+    Tile<128, 1, 8, 1, Whole, false, 7, 128, 5, 2>,    // of up to 7168
     Tile<128, 1, 8, 1, Whole, false, 8, 128, 4, 2>,    // of up to 8192
     Tile<256, 1, 4, 2, Whole, false, 8, 256, 2, 2>>;   // of up to 16384
 
 #ifdef FLASHNORM_TUNING
-// What nobody has measured, or lost, for tuning builds alone (benchmarks/tune_cuda.py): three rows abreast; several rows
-// in a CTA, which find each other's vectors in L1; so few threads that hundreds of rows run at once.
-using TriedLayerTiles = TileList<Tile<128, 1, 8, 1, Whole, false, 7, 128, 3, 3>,  //
-                                 Tile<128, 1, 4, 1, Whole, false, 4, 128, 0, 3>,  //
-                                 Tile<128, 1, 8, 1, Whole, false, 7, 256, 3>>;
-using TriedHeavyTiles = TileList<Tile<128, 1, 8, 1, Whole, false, 7, 128>>;
+// What nobody has measured, or lost, for tuning builds alone (benchmarks/tune_cuda.py): several rows in a CTA, which find
+// each other's vectors in L1; so few registers that hundreds of rows run at once.
+using TriedLayerTiles = TileList<Tile<128, 1, 8, 1, Whole, false, 7, 256, 3>>;
+using TriedHeavyTiles = TileList<Tile<256, 1, 4, 1, Whole, true, 4, 256, 4>, Tile<512, 1, 2, 1, Whole, true, 2, 512, 3>>;
 using TriedModulatedTiles = TileList<Tile<64, 1, 8, 1, Whole, false, 8, 64>,    // lost without biases
                                      Tile<64, 1, 8, 1, Whole, false, 6, 256>,   //
                                      Tile<128, 1, 8, 1, Whole, false, 5, 256>>;
@@ -356,12 +354,6 @@ inline Plan with_registers(Plan plan, bool clusters, bool shifted) {
 inline Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int width, const ProgramFacts& program) {
   const Plan plan = pick_any(device, rows, hidden_size, width, program);
   return program.large ? with_registers(plan, device.sm >= 90, width < kGroup) : plan;
-}
-
-// The same for a program.
-template <class Program>
-Plan pick(const DeviceFacts& device, int64_t rows, int hidden_size, int width) {
-  return pick(device, rows, hidden_size, width, facts_of<Program>());
 }
 
 }  // namespace flashnorm

@@ -59,6 +59,21 @@ bool same_below(const Program& program) {
   return std::memcmp(&below, &program.maps, sizeof(Maps)) == 0 && vecs_same_below(program.load);
 }
 
+// Whether a thread may work on several rows, one below the other: they share what is read besides, and are all of one
+// outer row.
+template <class Program>
+bool may_be_abreast(const Program& program, const Operands& operands, int rows) {
+  return (operands.inner() == operands.rows() || operands.inner() % rows == 0) && same_below(program);
+}
+
+// The plan for a launch.
+template <class Program>
+Plan plan_of(const Program& program, const Operands& operands, const DeviceFacts& device) {
+  ProgramFacts facts = facts_of<Program>();
+  if (!may_be_abreast(program, operands, facts.abreast)) facts.abreast = 1;
+  return pick(device, operands.grid_rows(), operands.hidden_size(), operands.width(), facts);
+}
+
 template <class Program>
 struct RowLaunch {
   RowKernel<Program> kernel;
@@ -73,8 +88,7 @@ RowLaunch<Program> row_launch(const Program& program, const Operands& operands, 
   const int64_t rows = operands.rows();
   const bool whole = operands.width() == kGroup;
   RowLaunch<Program> launch{nullptr, {rows, operands.inner(), operands.hidden_size(), plan.prefetch, false}, 0, 0};
-  if (operands.inner() % plan.abreast != 0 && operands.inner() != rows) plan.abreast = 1;  // rows of two outer ones
-  if (!same_below(program)) plan.abreast = 1;
+  if (!may_be_abreast(program, operands, plan.abreast)) plan.abreast = 1;  // where a caller has forced it
   int present = 0;  // of the tiles that carry it out, the one with the least room
   for_each_kernel<Program>([&](RowKernel<Program> kernel, auto tile) {
     using Tile = decltype(tile);

@@ -48,6 +48,7 @@ class RegisterRow {
       Tile::kEarlyMaps && (Maps::raw_bytes() <= 32 || kHeld * Maps::raw_bytes() <= 128);
   static constexpr int kMapReads = kEarlyMaps ? kHeld : batch_of(kHeld, Maps::raw_bytes(), 32);
   static constexpr int kMapBatches = (kHeld + kMapReads - 1) / kMapReads;
+  static constexpr bool kAhead = kRows == 1;
   static constexpr bool kHoldsReads = kHeld > 1 && (VecsOf<Load>::kThere || Maps::row_bytes() > 0);
   static constexpr int kNextReads = batch_of(kHeld, sizeof(typename Next::Raw), 32);
   static constexpr int kNextBatches = (kHeld + kNextReads - 1) / kNextReads;
@@ -110,7 +111,7 @@ class RegisterRow {
         }
       }
     }
-    if (!kEarlyMaps) read_maps(0);
+    if (!kEarlyMaps && kAhead) read_maps(0);
   }
 
   FN_DEVICE int hidden_size() const { return hidden_size_; }
@@ -136,7 +137,7 @@ class RegisterRow {
       look(v, maps, at);
       if constexpr (kHoldsResult) narrow(kept_[at.row.inner][group], v);
     });
-    if (!kHoldsResult && kMapBatches > 1) read_maps(0);
+    if (!kHoldsResult && kMapBatches > 1 && kAhead) read_maps(0);
   }
   // The last pass: finish(v, maps, at) for every group; with `kTogether`, by all threads of a warp. `kMaps` says
   // whether it makes use of the maps.
@@ -217,7 +218,8 @@ class RegisterRow {
     using Out = PassAccess<Access, kTogether>;
     FN_UNROLL
     for (int batch = 0; batch < kMapBatches; ++batch) {
-      if (kMaps && batch + 1 < kMapBatches) read_maps(batch + 1);
+      if (kMaps && !kAhead) read_maps(batch);
+      if (kMaps && kAhead && batch + 1 < kMapBatches) read_maps(batch + 1);
       FN_UNROLL
       for (int i = batch * kMapReads; i < (batch + 1) * kMapReads && i < kHeld; ++i) {
         // Where all threads of a warp come along, no group that the whole row lacks.
