@@ -1,4 +1,4 @@
-"""The device bodies of csrc/'s conversions, over every pattern that the host bodies are tried with.
+"""The device bodies of csrc/'s conversions and activations, over every pattern that the host bodies are tried with.
 
 Instructions of this GPU, and the integer arithmetic of older ones: the same source built for this GPU and for sm_80.
 """
@@ -17,6 +17,7 @@ from flashnorm.jit.toolchain import find_host_compiler, find_nvcc, find_tvm_ffi,
 from tests.canonical.arithmetic import narrow
 from tests.canonical.codes import encode
 from tests.test_csrc_host import CODES, DTYPES, assert_same, code_patterns, fp32_patterns
+from tests.tolerance import EXP_TO, EXP_ULPS
 
 ROOT = Path(__file__).resolve().parent
 
@@ -73,3 +74,20 @@ def test_16_bits(device_code: Any, name: str) -> None:
 def test_int8_widens(device_code: Any) -> None:
     every = torch.arange(-128, 128).to(torch.int8)
     assert torch.equal(converted(device_code["widen_int8"], every, torch.float32), every.float())
+
+
+@pytest.mark.parametrize("name", ["silu", "sigmoid"])
+def test_activations_of_every_number(device_code: Any, name: str) -> None:
+    """By the approximations that 16-bit rows take: all of fp32 between -80 and 80, against the formula in fp64."""
+    ends = torch.tensor(EXP_TO).view(torch.int32).item() + 1
+    worst = 0.0
+    for first in range(0, ends, 1 << 26):
+        bits = torch.arange(first, min(first + (1 << 26), -(-ends // 8) * 8), dtype=torch.int32, device="cuda")
+        for y in (bits.view(torch.float32), -bits.view(torch.float32)):
+            out = torch.empty_like(y)
+            device_code[name](y, out)
+            exact = (y.double() if name == "silu" else 1.0) / (1 + torch.exp(-y.double()))
+            ulp = torch.ldexp(torch.ones_like(exact), torch.frexp(exact.abs().clamp(min=2.0**-126))[1] - 24)
+            worst = max(worst, float(((out.double() - exact).abs() / ulp).max()))
+    print(f"{name}: {worst:.3f} ulp")
+    assert worst <= EXP_ULPS

@@ -1,9 +1,11 @@
-// The device bodies of csrc/'s conversions as functions over tensors: N elements a thread, as the kernels have them.
+// The device bodies of csrc/'s conversions and activations as functions over tensors: N elements a thread, as the kernels
+// have them.
 #include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 
+#include "flashnorm/activation.cuh"
 #include "flashnorm/codec8.cuh"
 #include "flashnorm/vec.cuh"
 
@@ -36,6 +38,16 @@ __global__ void widen_all(const T* from, float* to, int64_t packs) {
   for (int j = 0; j < N; ++j) to[i * N + j] = v[j];
 }
 
+template <Activation kActivation>
+__global__ void activate_all(const float* from, float* to, int64_t packs) {
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= packs) return;
+  float v[N];
+  for (int j = 0; j < N; ++j) v[j] = from[i * N + j];
+  activate<kActivation, bf16>(v);
+  for (int j = 0; j < N; ++j) to[i * N + j] = v[j];
+}
+
 template <class From, class To>
 void run(void (*kernel)(const From*, To*, int64_t), const TensorView& from, const TensorView& to) {
   const int64_t packs = from.numel() / N;
@@ -54,6 +66,12 @@ void run(void (*kernel)(const From*, To*, int64_t), const TensorView& from, cons
   void widen_##name(TensorView from, TensorView to) { run<T, float>(widen_all<T>, from, to); } \
   TVM_FFI_DLL_EXPORT_TYPED_FUNC(widen_##name, widen_##name)
 
+#define ACTIVATION(name, kind)                                                                                  \
+  void name(TensorView from, TensorView to) { run<float, float>(activate_all<Activation::kind>, from, to); } \
+  TVM_FFI_DLL_EXPORT_TYPED_FUNC(name, name)
+
+ACTIVATION(silu, kSilu)
+ACTIVATION(sigmoid, kSigmoid)
 CONVERSION(bf16, bf16)
 CONVERSION(f16, f16)
 CONVERSION(e4m3, e4m3)
