@@ -44,6 +44,13 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"again": "shared"}, {"again": "shared", "refill": True}, {"outer": "shared"}, {"vectors": "values"},
     {"vectors": "shared"}, {"vectors": "raw"}, {"streaming": True}, {"prefetch": "none"},
 )  # fmt: skip
+# Rows summed before the ones in front of them are written. Batches of fewer rounds keep ptxas from waiting for several
+# of them at once.
+SKEWED: tuple[dict[str, Any], ...] = (
+    {"stages": 2}, {"stages": 3, "outer": "registers"}, {"stages": 3}, {"stages": 2, "batch": 1},
+    {"stages": 3, "outer": "registers", "late_signal": True}, {"stages": 2, "late_signal": True},
+    {"stages": 2, "batch": 2}, {"stages": 4},
+)  # fmt: skip
 SHAPED: tuple[dict[str, Any], ...] = ({}, {"refill": True}, {"stages": 4}, {"stages": 2, "again": "shared"})
 
 
@@ -81,13 +88,25 @@ def _short(chosen: StreamTile, sm: int) -> Iterator[dict[str, Any]]:
         yield shape | {"streams": 1, "outer": "registers", "refill": False, "stages": 3}
 
 
+def _skewed(chosen: StreamTile, sm: int) -> Iterator[dict[str, Any]]:
+    """The plan's rows skewed, then those of other clusters."""
+    skew = {"again": "shared", "refill": True, "skew": True}
+    shapes: list[dict[str, int]] = [{}]
+    if chosen.cluster_n > 1 and stream_plans.has_clusters(sm):
+        shapes += [{"threads_per_row": n, "num_threads": n, "cluster_n": c} for n, c in ((512, 2), (256, 4))]
+    for shape in shapes:
+        for policy in SKEWED[:3] if shape else SKEWED:
+            yield skew | shape | policy
+
+
 def tiles_for(norm: str, rows: int, hidden_size: int, sm: int, limit: int) -> list[StreamTile]:
     """The plan first, then what differs from it."""
     asks = asks_of(variant(norm, hidden_size))
     found_plans = stream_plans.plans(hidden_size, math.gcd(hidden_size, 8), asks, sm)
     chosen = next(tile for most, tile in found_plans if most is None or rows <= most)
     every = found_plans[-1][1]
-    changes: list[tuple[StreamTile, dict[str, Any]]] = [(every, {}), (every, {"refill": False})]
+    changes: list[tuple[StreamTile, dict[str, Any]]] = [(chosen, change) for change in _skewed(chosen, sm)]
+    changes += [(every, {}), (every, {"refill": False})]
     if rows <= INNER_ROWS * partials(1, hidden_size):
         changes += [(every, change) for change in _short(every, sm)]
     changes += [(chosen, policy) for policy in POLICIES]
@@ -107,8 +126,9 @@ def _has_room(tile: StreamTile, asks: Asks, sm: int) -> bool:
 
 
 def describe(tile: StreamTile) -> str:
-    flags = [name for name in ("refill", "short", "streaming") if getattr(tile, name)]
+    flags = [name for name in ("refill", "skew", "short", "streaming") if getattr(tile, name)]
     flags += ["late signal"] * tile.late_signal + [f"{tile.fold_ctas} CTAs of the fold"] * (tile.fold_ctas > 0)
+    flags += [f"batches of {tile.batch}"] * (tile.batch != StreamTile.batch)
     flags += ["two streams"] * (tile.streams == 2) + ["no prefetch"] * (tile.prefetch == "none")
     return (
         f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} stages {tile.stages} again {tile.again} "

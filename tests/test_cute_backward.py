@@ -77,6 +77,9 @@ def test_plans_are_legal_everywhere():
         {"streams": 2},
         {"short": True, "streams": 4},
         {"short": True, "outer": "shared"},
+        {"skew": True, "threads_per_row": 64},
+        {"skew": True, "threads_per_row": 64, "again": "shared"},
+        {"skew": True, "again": "shared", "refill": True},
     ),
 )
 def test_tiles_that_cannot_be(wrong):

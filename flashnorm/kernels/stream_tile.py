@@ -58,6 +58,9 @@ class StreamTile(RowTile):
         short: for streams of one block of rows at most: there is nothing to add to outer sums until their end.
         streams: that a worker follows, one after the other: p, and with two p + P/2, which fold together first. Then a
             stream must be one block, so that the outer sums of the first are those that the second one's are added to.
+        skew: a row is summed before the one in front of it is written, so that nobody waits for sums that cross warps
+            and CTAs without work of its own. Both wait in their stages; copies are under way, and waited for, group by
+            group. For rows that are not summed it changes nothing.
         late_signal: the fold may start when the rows are done, not when they begin: it does not take the first SMs that
             get free, but all alike.
         fold_ctas: of the fold on an SM, at most; it asks for shared memory that it does not need. 0: as many as fit.
@@ -71,6 +74,7 @@ class StreamTile(RowTile):
     refill: bool = False
     short: bool = False
     streams: int = 1
+    skew: bool = False
     late_signal: bool = False
     fold_ctas: int = 0
 
@@ -86,6 +90,9 @@ class StreamTile(RowTile):
             "sums of short streams wait for a second one or nowhere": not self.short
             or self.streams == 2
             or self.outer == "registers",
+            "a skewed row waits in its stage, which is refilled": not self.skew
+            or (self.again == "shared" and self.refill),
+            "a row that one warp sums waits for nobody": not self.skew or self.exchange,
             "workers of a CTA are a power of two": self.rows & (self.rows - 1) == 0,
             "what is not summed is one row a CTA, without outer sums": self.summed
             or (self.rows == 1 and self.outer == "registers"),
@@ -97,7 +104,7 @@ class StreamTile(RowTile):
     def alone(self) -> StreamTile:
         """The plan for rows that are no stream: nothing is kept for a next one."""
         again: Again = "raw" if self.rounds <= 4 else "global"
-        one = replace(self, streams=1, outer="registers", refill=False)
+        one = replace(self, streams=1, outer="registers", refill=False, skew=False)
         return replace(one, stages=0, again=again, vectors="global", short=False)
 
     def row_bytes(self, asks: Asks) -> int:
@@ -117,14 +124,23 @@ class StreamTile(RowTile):
         return self.vectors == "shared" and asks.vector > 0
 
     def parity_bytes(self, asks: Asks) -> int:
-        """Shared memory of a row's exchanges: neighbouring rows take turns with two of it, so one barrier is enough."""
+        """Shared memory of a row's exchanges, of which there are `exchange_turns`."""
         values = self.rows * self.blocks * asks.exchanges if self.exchange else 0
         return -(-4 * values // SLOT) * SLOT
 
     @property
+    def exchange_turns(self) -> int:
+        """Rows that take turns with places for their sums, a power of two; no barrier keeps writers from readers.
+
+        Whoever sends row i has the sums of row i - 1, skewed of row i - 2, so all have sent those, and before it have
+        read the sums of row i - 2, skewed of row i - 4. Later ones may still be read: two places, skewed four.
+        """
+        return 4 if self.skew else 2
+
+    @property
     def mailbox_bytes(self) -> int:
-        """Shared memory of the mailboxes of a cluster's exchanges, two that take turns."""
-        return 2 * SLOT if self.cluster_n > 1 else 0
+        """Shared memory of the mailboxes of a cluster's exchanges, one for each that takes turns."""
+        return self.exchange_turns * SLOT if self.cluster_n > 1 else 0
 
     def fold_bytes(self, asks: Asks) -> int:
         """Shared memory in which the workers of a CTA add up, where the rows were before."""
@@ -132,7 +148,8 @@ class StreamTile(RowTile):
 
     def stream_bytes(self, asks: Asks) -> int:
         """All of it."""
-        kept = self.mailbox_bytes + 2 * self.parity_bytes(asks) + self.sums_bytes(asks) + self.vectors_bytes(asks)
+        exchanges = self.mailbox_bytes + self.exchange_turns * self.parity_bytes(asks)
+        kept = exchanges + self.sums_bytes(asks) + self.vectors_bytes(asks)
         return kept + max(self.stages * self.row_bytes(asks), self.fold_bytes(asks))
 
 
