@@ -35,10 +35,13 @@ def checked_rows(hidden_size: int, short: bool) -> tuple[int, ...]:
 
 
 # ------------------------------------------------------------------ CuTe
+# A fold that waits beside the rows, where they leave it registers.
+BESIDE: dict[str, Any] = {"fold_blocks": 8, "signal_early": True}
 # What differs from the plan, by itself: the first ones are those that an argument speaks for.
 POLICIES: tuple[dict[str, Any], ...] = (
     {"refill": True}, {"refill": False}, {"stages": 4}, {"stages": 5}, {"stages": 6}, {"stages": 3}, {"stages": 2},
-    {"late_signal": True}, {"fold_ctas": 1}, {"fold_ctas": 2}, {"stages": 4, "late_signal": True},
+    BESIDE, {"signal_early": True}, {"late_signal": True}, {"fold_ctas": 1}, {"fold_ctas": 2},
+    {"stages": 4, "late_signal": True},
     {"stages": 3, "refill": True}, {"again": "values", "outer": "registers"}, {"again": "values", "outer": "shared"},
     {"again": "values", "vectors": "shared"}, {"again": "values", "outer": "shared", "vectors": "raw"},
     {"again": "shared"}, {"again": "shared", "refill": True}, {"outer": "shared"}, {"vectors": "values"},
@@ -47,9 +50,9 @@ POLICIES: tuple[dict[str, Any], ...] = (
 # Rows summed before the ones in front of them are written. Batches of fewer rounds keep ptxas from waiting for several
 # of them at once.
 SKEWED: tuple[dict[str, Any], ...] = (
-    {"stages": 2}, {"stages": 3, "outer": "registers"}, {"stages": 3}, {"stages": 2, "batch": 1},
-    {"stages": 3, "outer": "registers", "late_signal": True}, {"stages": 2, "late_signal": True},
-    {"stages": 2, "batch": 2}, {"stages": 4},
+    {"stages": 2}, {"stages": 3, "outer": "registers"}, {"stages": 3}, {"stages": 2} | BESIDE,
+    {"stages": 3, "outer": "registers"} | BESIDE, {"stages": 2, "fold_blocks": 8}, {"stages": 2, "batch": 1} | BESIDE,
+    {"stages": 2, "fold_blocks": 4, "signal_early": True}, {"stages": 2, "batch": 1}, {"stages": 4},
 )  # fmt: skip
 SHAPED: tuple[dict[str, Any], ...] = ({}, {"refill": True}, {"stages": 4}, {"stages": 2, "again": "shared"})
 
@@ -128,7 +131,8 @@ def _has_room(tile: StreamTile, asks: Asks, sm: int) -> bool:
 def describe(tile: StreamTile) -> str:
     flags = [name for name in ("refill", "skew", "short", "streaming") if getattr(tile, name)]
     flags += ["late signal"] * tile.late_signal + [f"{tile.fold_ctas} CTAs of the fold"] * (tile.fold_ctas > 0)
-    flags += [f"batches of {tile.batch}"] * (tile.batch != StreamTile.batch)
+    flags += [f"{tile.fold_blocks} blocks a CTA of the fold"] * (tile.fold_blocks > 1)
+    flags += ["early signal"] * tile.signal_early + [f"batches of {tile.batch}"] * (tile.batch != StreamTile.batch)
     flags += ["two streams"] * (tile.streams == 2) + ["no prefetch"] * (tile.prefetch == "none")
     return (
         f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} stages {tile.stages} again {tile.again} "

@@ -93,7 +93,7 @@ def launch_backward(variant, tile, made, tensors, sm=90):
 
     kernel.rows = Kernel(kernel.rows_body, made, shared_of_rows)
     kernel.columns = Kernel(kernel.columns_body, made, lambda *_: 0)
-    kernel.fold = Kernel(kernel.fold_body, made, lambda *_: partials.FOLD_BYTES)
+    kernel.fold = Kernel(kernel.fold_body, made, lambda *_: partials.fold_bytes(tile.fold_blocks))
 
     def fold_some(index, _, count, operands, common):
         fitting = [size for size in FOLDS if count.a <= size < kernel.streams]

@@ -181,6 +181,15 @@ def load_one(addr, dtype, pred=None):
     return asm(result(), "{ " + f"{head} {code}" + " }", constraints, operands, effect=True)
 
 
+def load_floats(addr, count, pred):
+    """One or four fp32 values; +0 where `pred` (int32) does not hold, and nothing is read."""
+    names = [f"${i}" for i in range(count)]
+    vector, body = (".v4", f"{{{', '.join(names)}}}") if count == 4 else ("", "$0")
+    zero = " ".join(f"mov.b32 {name}, 0;" for name in names)
+    code = f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zero} @p ld.global{vector}.b32 {body}, [${count}]; }}"
+    return asm_many(T.f32(), count, code, ",".join(["=&f"] * count + ["l", "r"]), (addr, pred), effect=True)
+
+
 # ------------------------------------------------------------------ shared memory; addresses are int32
 def stage_group(slot, plane, addr, dtype, vec, valid_bytes=None):
     """Start the copy of one group to shared memory: 16 bytes at `slot`, the next 16 of an fp32 group at slot + plane.

@@ -63,6 +63,10 @@ class StreamTile(RowTile):
             group. For rows that are not summed it changes nothing.
         late_signal: the fold may start when the rows are done, not when they begin: it does not take the first SMs that
             get free, but all alike.
+        signal_early: the next kernel may start when the fold does, not when the rows are done. What it does before its
+            own wait, it does beside the last rows, on SMs whose rows are done and which have room beside the fold.
+        fold_blocks: of 32 columns, of a CTA of the fold: 1, or a multiple of 4. Fewer CTAs with more registers have
+            room beside the rows, so that they wait there for their end.
         fold_ctas: of the fold on an SM, at most; it asks for shared memory that it does not need. 0: as many as fit.
     """
 
@@ -76,6 +80,7 @@ class StreamTile(RowTile):
     streams: int = 1
     skew: bool = False
     late_signal: bool = False
+    fold_blocks: int = 1
     fold_ctas: int = 0
 
     def __post_init__(self) -> None:
@@ -93,6 +98,8 @@ class StreamTile(RowTile):
             "a skewed row waits in its stage, which is refilled": not self.skew
             or (self.again == "shared" and self.refill),
             "a row that one warp sums waits for nobody": not self.skew or self.exchange,
+            "a fold has one block of columns or a multiple of four, of which none is divided": self.fold_blocks == 1
+            or (self.fold_blocks > 0 and self.fold_blocks % 4 == 0 and self.hidden_size % 4 == 0),
             "workers of a CTA are a power of two": self.rows & (self.rows - 1) == 0,
             "what is not summed is one row a CTA, without outer sums": self.summed
             or (self.rows == 1 and self.outer == "registers"),
