@@ -37,22 +37,23 @@ def checked_rows(hidden_size: int, short: bool) -> tuple[int, ...]:
 # ------------------------------------------------------------------ CuTe
 # A fold that waits beside the rows, where they leave it registers.
 BESIDE: dict[str, Any] = {"fold_blocks": 8, "signal_early": True}
+DROPPED = BESIDE | {"discard": True}
 # What differs from the plan, by itself: the first ones are those that an argument speaks for.
 POLICIES: tuple[dict[str, Any], ...] = (
     {"refill": True}, {"refill": False}, {"stages": 4}, {"stages": 5}, {"stages": 6}, {"stages": 3}, {"stages": 2},
-    BESIDE, {"signal_early": True}, {"late_signal": True}, {"fold_ctas": 1}, {"fold_ctas": 2},
+    BESIDE, {"discard": True}, {"signal_early": True}, {"late_signal": True}, {"fold_ctas": 1}, {"fold_ctas": 2},
     {"stages": 4, "late_signal": True},
     {"stages": 3, "refill": True}, {"again": "values", "outer": "registers"}, {"again": "values", "outer": "shared"},
     {"again": "values", "vectors": "shared"}, {"again": "values", "outer": "shared", "vectors": "raw"},
     {"again": "shared"}, {"again": "shared", "refill": True}, {"outer": "shared"}, {"vectors": "values"},
     {"vectors": "shared"}, {"vectors": "raw"}, {"streaming": True}, {"prefetch": "none"},
 )  # fmt: skip
-# Rows summed before the ones in front of them are written. Batches of fewer rounds keep ptxas from waiting for several
-# of them at once.
+# Rows summed before the ones in front of them are written.
 SKEWED: tuple[dict[str, Any], ...] = (
     {"stages": 2}, {"stages": 3, "outer": "registers"}, {"stages": 3}, {"stages": 2} | BESIDE,
-    {"stages": 3, "outer": "registers"} | BESIDE, {"stages": 2, "fold_blocks": 8}, {"stages": 2, "batch": 1} | BESIDE,
-    {"stages": 2, "fold_blocks": 4, "signal_early": True}, {"stages": 2, "batch": 1}, {"stages": 4},
+    {"stages": 3, "outer": "registers"} | BESIDE, {"stages": 2} | DROPPED,
+    {"stages": 3, "outer": "registers"} | DROPPED, {"stages": 2, "fold_blocks": 8},
+    {"stages": 2, "fold_blocks": 4, "signal_early": True}, {"stages": 2, "late_signal": True}, {"stages": 4},
 )  # fmt: skip
 SHAPED: tuple[dict[str, Any], ...] = ({}, {"refill": True}, {"stages": 4}, {"stages": 2, "again": "shared"})
 
@@ -92,14 +93,15 @@ def _short(chosen: StreamTile, sm: int) -> Iterator[dict[str, Any]]:
 
 
 def _skewed(chosen: StreamTile, sm: int) -> Iterator[dict[str, Any]]:
-    """The plan's rows skewed, then those of other clusters."""
+    """The plan's rows skewed, and those of other clusters; then what differs from that on the plan's."""
     skew = {"again": "shared", "refill": True, "skew": True}
     shapes: list[dict[str, int]] = [{}]
     if chosen.cluster_n > 1 and stream_plans.has_clusters(sm):
         shapes += [{"threads_per_row": n, "num_threads": n, "cluster_n": c} for n, c in ((512, 2), (256, 4))]
-    for shape in shapes:
-        for policy in SKEWED[:3] if shape else SKEWED:
-            yield skew | shape | policy
+        shapes = [shape for shape in shapes if shape.get("cluster_n") != chosen.cluster_n]
+    for policy in SKEWED[:3]:
+        yield from (skew | shape | policy for shape in shapes)
+    yield from (skew | policy for policy in SKEWED[3:])
 
 
 def tiles_for(norm: str, rows: int, hidden_size: int, sm: int, limit: int) -> list[StreamTile]:
@@ -132,7 +134,7 @@ def describe(tile: StreamTile) -> str:
     flags = [name for name in ("refill", "skew", "short", "streaming") if getattr(tile, name)]
     flags += ["late signal"] * tile.late_signal + [f"{tile.fold_ctas} CTAs of the fold"] * (tile.fold_ctas > 0)
     flags += [f"{tile.fold_blocks} blocks a CTA of the fold"] * (tile.fold_blocks > 1)
-    flags += ["early signal"] * tile.signal_early + [f"batches of {tile.batch}"] * (tile.batch != StreamTile.batch)
+    flags += ["partials discarded"] * tile.discard + ["early signal"] * tile.signal_early
     flags += ["two streams"] * (tile.streams == 2) + ["no prefetch"] * (tile.prefetch == "none")
     return (
         f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} stages {tile.stages} again {tile.again} "

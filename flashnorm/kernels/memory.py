@@ -124,6 +124,12 @@ def prefetch(addr, pred):
         asm(None, code, "l,r", (addr, pred), effect=True)
 
 
+def discard(addr, pred):
+    """Have nobody write the 128 bytes at `addr`, a multiple of it, to memory from L2; they may hold anything then."""
+    code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p discard.global.L2 [$0], 128; }"
+    asm(None, code, "l,r,~{memory}", (addr, pred), effect=True)
+
+
 def store_f32(addr, value, pred):
     asm(
         None,

@@ -67,6 +67,8 @@ class StreamTile(RowTile):
             own wait, it does beside the last rows, on SMs whose rows are done and which have room beside the fold.
         fold_blocks: of 32 columns, of a CTA of the fold: 1, or a multiple of 4. Fewer CTAs with more registers have
             room beside the rows, so that they wait there for their end.
+        discard: the fold drops partials from L2 that it has read, so that they are not written to memory afterwards; no
+            one reads the workspace again.
         fold_ctas: of the fold on an SM, at most; it asks for shared memory that it does not need. 0: as many as fit.
     """
 
@@ -81,6 +83,7 @@ class StreamTile(RowTile):
     skew: bool = False
     late_signal: bool = False
     fold_blocks: int = 1
+    discard: bool = False
     fold_ctas: int = 0
 
     def __post_init__(self) -> None:
