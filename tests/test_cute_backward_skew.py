@@ -54,8 +54,14 @@ def test_skewed_short_streams(program):
     for number, rows in enumerate((1, 3, 4, 5, 8, 9, 27, 32)):
         stages, cluster = 2 + number % 2, 1 + number // 2 % 2
         for streams, outer in ((1, "registers"), (2, "registers"), (2, "shared")):
-            more = {"short": True, "streams": streams, "outer": outer, "stages": stages}
-            found = tile(1000, 8, 64, 64, cluster, **SKEWED, **more)
+            more = {
+                "short": True,
+                "streams": streams,
+                "outer": outer,
+                "stages": stages,
+                "prefetch_rows": 1 + number % 4,
+            }
+            found = tile(1000, 8, 64, 64, cluster, prefetch="all", **SKEWED, **more)
             check(found, program, (B, B, B), (rows,), order=Order(4, 1, 8))
 
 

@@ -175,7 +175,7 @@ class Stream:
         k, ahead = self.k, self.ahead.start
         if k.asks.vector:
             k.prefetch_round("weight", k._base("weight"), None)
-        for _ in range(self.early_rows):
+        for _ in range(self.early_rows + self.tile.prefetch_rows * (self.tile.stages > 0)):
             here, places = self.ahead.here(ahead), self.ahead.places(ahead)
             for name in k.loads:
                 k.prefetch_round(name, places[name], here)

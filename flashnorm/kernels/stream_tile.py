@@ -69,6 +69,8 @@ class StreamTile(RowTile):
             room beside the rows, so that they wait there for their end.
         discard: the fold drops partials from L2 that it has read, so that they are not written to memory afterwards; no
             one reads the workspace again.
+        prefetch_rows: that are asked for in L2 before the wait for the earlier kernel, beyond those of the stages, while
+            that one ends and memory has little to do (`prefetch="all"`).
         fold_ctas: of the fold on an SM, at most; it asks for shared memory that it does not need. 0: as many as fit.
     """
 
@@ -84,6 +86,7 @@ class StreamTile(RowTile):
     late_signal: bool = False
     fold_blocks: int = 1
     discard: bool = False
+    prefetch_rows: int = 0
     fold_ctas: int = 0
 
     def __post_init__(self) -> None:
