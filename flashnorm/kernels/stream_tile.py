@@ -69,7 +69,7 @@ class StreamTile(RowTile):
             room beside the rows, so that they wait there for their end.
         discard: the fold drops partials from L2 that it has read, so that they are not written to memory afterwards; no
             one reads the workspace again.
-        prefetch_rows: that are asked for in L2 before the wait for the earlier kernel, beyond those of the stages, while
+        prefetch_rows: asked for in L2 before the wait for the earlier kernel, beyond those of the stages, while
             that one ends and memory has little to do (`prefetch="all"`).
         fold_ctas: of the fold on an SM, at most; it asks for shared memory that it does not need. 0: as many as fit.
     """
