@@ -175,11 +175,20 @@ class Stream:
         k, ahead = self.k, self.ahead.start
         if k.asks.vector:
             k.prefetch_round("weight", k._base("weight"), None)
-        for _ in range(self.early_rows + self.tile.prefetch_rows * (self.tile.stages > 0)):
+
+        def ask(raw):
+            ahead = [kind(v) for kind, v in zip(self.ahead.kinds, raw, strict=True)]
             here, places = self.ahead.here(ahead), self.ahead.places(ahead)
             for name in k.loads:
                 k.prefetch_round(name, places[name], here)
-            ahead = self.ahead.advance(ahead)
+            return [v.ir_value() for v in self.ahead.advance(ahead)]
+
+        raw = [v.ir_value() for v in ahead]
+        if self.tile.prefetch_rows and self.tile.stages:  # straight through, ptxas would keep addresses for the copies
+            repeat(Int32(self.early_rows + self.tile.prefetch_rows), raw, ask)
+            return
+        for _ in range(self.early_rows):
+            raw = ask(raw)
 
     def run(self, trips):
         """Everything, `trips` rows (Int32); returns the sums over rows, flat."""

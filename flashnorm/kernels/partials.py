@@ -83,7 +83,7 @@ def folded(items, load, batch=BATCH):
     if len(items) <= batch:
         loaded = [load(item) for item in items]
         if len(loaded[0]) > 1:
-            memory.warp_barrier()  # or ptxas saves registers by a second latency
+            memory.barrier(0, FOLD_THREADS)  # or ptxas saves registers by a second latency
         return [halve(list(values)) for values in zip(*loaded, strict=True)]
     even = folded(items[0::2], load, batch)
     memory.warp_barrier()  # or ptxas begins with all loads, and spills
