@@ -91,3 +91,19 @@ def test_skewed_plans_compile(program, hidden_size, shape, more, tmp_path):
     path.write_bytes(made.cubin)
     usage = binaries.resources(path)
     assert usage and all(stack == 0 and local == 0 for _, stack, local in usage), usage
+
+
+@pytest.mark.parametrize("discard", (False, True))
+def test_a_fold_has_room_beside_skewed_rows(discard, tmp_path):
+    """Registers of a CTA of each, in steps of 8 a thread, are those of an SM at most."""
+    from flashnorm.kernels.compile import compile_variant
+    from flashnorm.kernels.partials import FOLD_THREADS
+
+    asked = variant(RMS, 32768)
+    short = stream_plans.pick_short(32768, 8, asks_of(asked), 90)
+    more = {"fold_blocks": 8, "signal_early": True, "discard": discard, "prefetch_rows": 2 * discard}
+    found = replace(short, skew=True, **more)
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(compile_variant(asked, "sm_90a", plans=((None, found),), inspect=True).cubin)
+    fold, rows = sorted(-(-registers // 8) * 8 for registers, _, _ in binaries.resources(path))
+    assert rows * found.num_threads + fold * FOLD_THREADS <= 65536, (rows, fold)
