@@ -35,14 +35,26 @@ def checked_rows(hidden_size: int, short: bool) -> tuple[int, ...]:
 
 
 # ------------------------------------------------------------------ CuTe
+# A fold that waits beside the rows, where they leave it registers.
+BESIDE: dict[str, Any] = {"fold_blocks": 8, "signal_early": True}
+DROPPED = BESIDE | {"discard": True}
+MORE = DROPPED | {"prefetch_rows": 2}
 # What differs from the plan, by itself: the first ones are those that an argument speaks for.
 POLICIES: tuple[dict[str, Any], ...] = (
     {"refill": True}, {"refill": False}, {"stages": 4}, {"stages": 5}, {"stages": 6}, {"stages": 3}, {"stages": 2},
-    {"late_signal": True}, {"fold_ctas": 1}, {"fold_ctas": 2}, {"stages": 4, "late_signal": True},
+    BESIDE, {"discard": True}, {"signal_early": True}, {"late_signal": True}, {"fold_ctas": 1}, {"fold_ctas": 2},
+    {"stages": 4, "late_signal": True},
     {"stages": 3, "refill": True}, {"again": "values", "outer": "registers"}, {"again": "values", "outer": "shared"},
     {"again": "values", "vectors": "shared"}, {"again": "values", "outer": "shared", "vectors": "raw"},
     {"again": "shared"}, {"again": "shared", "refill": True}, {"outer": "shared"}, {"vectors": "values"},
     {"vectors": "shared"}, {"vectors": "raw"}, {"streaming": True}, {"prefetch": "none"},
+)  # fmt: skip
+# Rows summed before the ones in front of them are written.
+SKEWED: tuple[dict[str, Any], ...] = (
+    {"stages": 2}, {"stages": 3, "outer": "registers"}, {"stages": 3}, {"stages": 2} | BESIDE,
+    {"stages": 3, "outer": "registers"} | BESIDE, {"stages": 2} | DROPPED, {"stages": 2} | MORE,
+    {"stages": 3, "outer": "registers"} | MORE, {"stages": 2, "fold_blocks": 8},
+    {"stages": 2, "fold_blocks": 4, "signal_early": True}, {"stages": 2, "late_signal": True}, {"stages": 4},
 )  # fmt: skip
 SHAPED: tuple[dict[str, Any], ...] = ({}, {"refill": True}, {"stages": 4}, {"stages": 2, "again": "shared"})
 
@@ -81,13 +93,26 @@ def _short(chosen: StreamTile, sm: int) -> Iterator[dict[str, Any]]:
         yield shape | {"streams": 1, "outer": "registers", "refill": False, "stages": 3}
 
 
+def _skewed(chosen: StreamTile, sm: int) -> Iterator[dict[str, Any]]:
+    """The plan's rows skewed, and those of other clusters; then what differs from that on the plan's."""
+    skew = {"again": "shared", "refill": True, "skew": True}
+    shapes: list[dict[str, int]] = [{}]
+    if chosen.cluster_n > 1 and stream_plans.has_clusters(sm):
+        shapes += [{"threads_per_row": n, "num_threads": n, "cluster_n": c} for n, c in ((512, 2), (256, 4))]
+        shapes = [shape for shape in shapes if shape.get("cluster_n") != chosen.cluster_n]
+    for policy in SKEWED[:3]:
+        yield from (skew | shape | policy for shape in shapes)
+    yield from (skew | policy for policy in SKEWED[3:])
+
+
 def tiles_for(norm: str, rows: int, hidden_size: int, sm: int, limit: int) -> list[StreamTile]:
     """The plan first, then what differs from it."""
     asks = asks_of(variant(norm, hidden_size))
     found_plans = stream_plans.plans(hidden_size, math.gcd(hidden_size, 8), asks, sm)
     chosen = next(tile for most, tile in found_plans if most is None or rows <= most)
     every = found_plans[-1][1]
-    changes: list[tuple[StreamTile, dict[str, Any]]] = [(every, {}), (every, {"refill": False})]
+    changes: list[tuple[StreamTile, dict[str, Any]]] = [(chosen, change) for change in _skewed(chosen, sm)]
+    changes += [(every, {}), (every, {"refill": False})]
     if rows <= INNER_ROWS * partials(1, hidden_size):
         changes += [(every, change) for change in _short(every, sm)]
     changes += [(chosen, policy) for policy in POLICIES]
@@ -107,8 +132,11 @@ def _has_room(tile: StreamTile, asks: Asks, sm: int) -> bool:
 
 
 def describe(tile: StreamTile) -> str:
-    flags = [name for name in ("refill", "short", "streaming") if getattr(tile, name)]
+    flags = [name for name in ("refill", "skew", "short", "streaming") if getattr(tile, name)]
     flags += ["late signal"] * tile.late_signal + [f"{tile.fold_ctas} CTAs of the fold"] * (tile.fold_ctas > 0)
+    flags += [f"{tile.fold_blocks} blocks a CTA of the fold"] * (tile.fold_blocks > 1)
+    flags += [f"{tile.prefetch_rows} more rows in L2"] * (tile.prefetch_rows > 0)
+    flags += ["partials discarded"] * tile.discard + ["early signal"] * tile.signal_early
     flags += ["two streams"] * (tile.streams == 2) + ["no prefetch"] * (tile.prefetch == "none")
     return (
         f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} stages {tile.stages} again {tile.again} "

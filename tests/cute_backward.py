@@ -50,6 +50,15 @@ class Written(emulator.Machine):
             _, at = self._place(space, addr, data.shape[-1], active & self.alive)
             self.readable[at] |= self.workspace[at]
 
+    def _statement(self, text, env):
+        if "discard.global.L2" not in text:
+            super()._statement(text, env)
+            return
+        guard, _, where, size = text.replace(",", "").split()
+        flat, at = self._place("global", self._address(where, env), int(size), env[guard[1:]] & self.alive)
+        assert self.waited and (self.readable & self.workspace)[at].all(), "dropped what nobody wrote, or no workspace"
+        flat[at], self.readable[at] = 0xFF, False
+
 
 class Kernel:
     """What a kernel of `RowBackward` becomes: its launch runs the body over a grid of its own."""
@@ -93,7 +102,7 @@ def launch_backward(variant, tile, made, tensors, sm=90):
 
     kernel.rows = Kernel(kernel.rows_body, made, shared_of_rows)
     kernel.columns = Kernel(kernel.columns_body, made, lambda *_: 0)
-    kernel.fold = Kernel(kernel.fold_body, made, lambda *_: partials.FOLD_BYTES)
+    kernel.fold = Kernel(kernel.fold_body, made, lambda *_: partials.fold_bytes(tile.fold_blocks))
 
     def fold_some(index, _, count, operands, common):
         fitting = [size for size in FOLDS if count.a <= size < kernel.streams]

@@ -300,6 +300,12 @@ def repeat(count, carried, body):
     return list(carried)
 
 
+def when(condition, carried, then, otherwise):
+    """`loops.when`: on which all threads must agree."""
+    (holds,) = np.unique(condition.a)
+    return then(list(carried)) if holds else otherwise(list(carried))
+
+
 @contextlib.contextmanager
 def patched(machine):
     from flashnorm.kernels import (
@@ -343,6 +349,7 @@ def patched(machine):
         *((module, "Int32", Int) for module in (frame, reduce, blocks, row_forward, *streams)),
         *((module, "Int64", Int) for module in (frame, row_forward, *streams) if hasattr(module, "Int64")),
         *((module, "repeat", repeat) for module in (gradient, columns)),
+        (gradient, "when", when),
         (codec, "llvm", view),
         *((module, "extent", extent) for module in (frame, stream_frame, row_backward)),
         (reduce, "_shuffle_xor", shuffle_xor),

@@ -6,8 +6,8 @@ from flashnorm.kernels import memory
 from flashnorm.kernels.codec import pack, round_to, unpack
 from flashnorm.kernels.fp import add_rn, constant, fma_rn, mul_rn
 from flashnorm.kernels.grads import GRADS
-from flashnorm.kernels.loops import repeat
-from flashnorm.kernels.reduce import LaneSum, row_sums
+from flashnorm.kernels.loops import repeat, when
+from flashnorm.kernels.reduce import LaneSum, received_sums, row_sums, send_sums
 from flashnorm.kernels.stream_frame import Cursor
 from flashnorm.program.backward import INNER_ROWS
 
@@ -60,8 +60,10 @@ class Row:
             lane_sums = None
             for j in own:
                 self._bring(("dout", "x"), j, order)
+                k.arrive(j)
                 raws = [k.raw(name, j) for name in ("dout", "x")]
-                k.refill(self.once, j)
+                if self.once:
+                    k.refill(self.once, j)
                 dout, gw, xh = self._group(j, raws)
                 if tile.again == "values":
                     self.kept[j] = gw, xh
@@ -77,11 +79,17 @@ class Row:
                     one.skip()
             sums.append(lane_sums or [LaneSum() for _ in range(k.asks.exchanges)])
         if self.program.rows:
-            self.grad.take(row_sums(k, [[lane[i].total() for lane in sums] for i in range(k.asks.exchanges)]))
+            totals = [[lane[i].total() for lane in sums] for i in range(k.asks.exchanges)]
+            if k.skewed:
+                send_sums(k, totals)
+            else:
+                self.grad.take(row_sums(k, totals))
 
     def second(self):
         """The second pass: what is written of the row itself."""
         k, program = self.k, self.program
+        if k.skewed:
+            self.grad.take(received_sums(k, [k.exchange_slots() for _ in range(k.asks.exchanges)]))
         order = list(range(k.tile.rounds))
         for j in order:
             self._bring(k.loads, j, order)
@@ -158,18 +166,29 @@ class Stream:
         self.ahead = Cursor(k, walk, ahead)
         self.at = Cursor(k, walk, (k.results if ahead else k.loads + k.words + k.results))
         self.split = len(self.at.start), len(self.ahead.start) if ahead else 0
-        self.ahead_rows = max(0, self.tile.stages - (not self.tile.refill))  # asked for before the first one is begun
+        # Asked for before the first one is begun. Skewed, the last of them is asked for when the first one is summed.
+        self.early_rows = max(0, self.tile.stages - (not self.tile.refill))
+        self.ahead_rows = self.early_rows - k.skewed
 
     def prefetch(self):
         """Ask for the weight and the first rows in L2; needs no wait for an earlier kernel (see RowTile.prefetch)."""
         k, ahead = self.k, self.ahead.start
         if k.asks.vector:
             k.prefetch_round("weight", k._base("weight"), None)
-        for _ in range(self.ahead_rows):
+
+        def ask(raw):
+            ahead = [kind(v) for kind, v in zip(self.ahead.kinds, raw, strict=True)]
             here, places = self.ahead.here(ahead), self.ahead.places(ahead)
             for name in k.loads:
                 k.prefetch_round(name, places[name], here)
-            ahead = self.ahead.advance(ahead)
+            return [v.ir_value() for v in self.ahead.advance(ahead)]
+
+        raw = [v.ir_value() for v in ahead]
+        if self.tile.prefetch_rows and self.tile.stages:  # straight through, ptxas would keep addresses for the copies
+            repeat(Int32(self.early_rows + self.tile.prefetch_rows), raw, ask)
+            return
+        for _ in range(self.early_rows):
+            raw = ask(raw)
 
     def run(self, trips):
         """Everything, `trips` rows (Int32); returns the sums over rows, flat."""
@@ -185,6 +204,11 @@ class Stream:
             k.bring_weight()
         state = [*self.at.start, *(ahead if tile.stages else ()), Int32(0)]
         self.kinds = [*self.at.kinds, *(self.ahead.kinds if tile.stages else ()), Int32]
+        if k.skewed:  # the row that is summed; one turn more writes the last one
+            state, self.kinds = [Int32(0), *state], [Int32, *self.kinds]
+            self.rows, trips = trips * Int32(tile.streams), trips + Int32(tile.streams == 1)
+            if k.asks.vector:
+                k._base("weight")  # branches may share what is made outside
         carried = [trips, *state]
         if tile.short and tile.streams == 1:
             inner = self._rows(trips, [v.ir_value() for v in state])[len(state) :]
@@ -205,6 +229,8 @@ class Stream:
             short = (left < Int32(INNER_ROWS)).to(Int32)
             rows = Int32(INNER_ROWS) + short * (left - Int32(INNER_ROWS))
             left = left - Int32(INNER_ROWS)
+        elif self.k.skewed:
+            left = left + Int32(1)  # of the second one
         out = self._rows(rows, state)
         state, inner = out[: len(state)], out[len(state) :]
         outer = self.sums.join(outer, inner)
@@ -212,7 +238,8 @@ class Stream:
 
     def _rows(self, count, state):
         """The next rows; the state and the inner sums after them."""
-        return repeat(count, list(state) + self.sums.zero(), lambda raw: self._row(raw, len(state)))
+        turn = self._skewed if self.k.skewed else self._row
+        return repeat(count, list(state) + self.sums.zero(), lambda raw: turn(raw, len(state)))
 
     def _row(self, raw, split):
         k, tile = self.k, self.tile
@@ -236,3 +263,34 @@ class Stream:
         k.refilled()
         state = [*self.at.advance(at), *ahead, ring]
         return [v.ir_value() for v in state] + inner
+
+    def _skewed(self, raw, split):
+        """Sum a row, then write the one in front of it, whose sums have crossed the cluster meanwhile."""
+        k = self.k
+        state = [kind(v) for kind, v in zip(self.kinds, raw[:split], strict=True)]
+        number, at, ahead, ring = state[0], state[1 : 1 + self.split[0]], state[1 + self.split[0] : -1], state[-1]
+        later, stage = (self.ahead.here(ahead), self.ahead.places(ahead)), k.stage_before(ring)
+
+        def sum_up(inner):
+            k.enter(more, {}, number, ring)
+            k.arrive(0)
+            Row(k).first(lambda j, dout, xh: self.sums.add(inner, j, dout, xh))
+            return inner
+
+        def write(raw):
+            at = [kind(v) for kind, v in zip(self.at.kinds, raw, strict=True)]
+            k.enter(self.at.here(at), self.at.places(at), at[0], stage)
+            k.expect(*later)
+            Row(k).second()
+            return [v.ir_value() for v in self.at.advance(at)]
+
+        def ask(raw):
+            k.ask(*later, stage)
+            return raw
+
+        more = (number < self.rows).to(Int32)
+        inner = when(more, raw[split:], sum_up, list)
+        at = when((Int32(0) < number).to(Int32), [v.ir_value() for v in at], write, ask)
+        state = [number + Int32(1), *self.ahead.advance(ahead), k.next_stage(ring)]
+        first, *others = (v.ir_value() for v in state)
+        return [first, *at, *others, *inner]

@@ -1,4 +1,4 @@
-"""Loops whose length only a launch knows. All other loops of the kernels run while tracing."""
+"""Loops and branches that only a launch decides on. All others of the kernels run while tracing."""
 
 from cutlass import Int32
 from cutlass._mlir import ir
@@ -18,3 +18,17 @@ def repeat(count, carried, body):
     with ir.InsertionPoint(loop.body):
         scf.yield_(body(list(loop.inner_iter_args)))
     return list(loop.results)
+
+
+def when(condition, carried, then, otherwise):
+    """What `then` makes of the list of raw values `carried`, or `otherwise` where `condition` (int32) is 0.
+
+    All threads must agree. As of `repeat`, nothing that is made inside may be used after it but the list.
+    """
+    condition, types = (condition != Int32(0)).ir_value(), [value.type for value in carried]
+    # By its name: what `scf.IfOp` takes is not the same in all versions.
+    branch = ir.Operation.create("scf.if", results=types, operands=[condition], regions=2)
+    for region, body in zip(branch.regions, (then, otherwise), strict=True):
+        with ir.InsertionPoint(region.blocks.append()):
+            scf.yield_(body(list(carried)))
+    return list(branch.results)

@@ -124,6 +124,12 @@ def prefetch(addr, pred):
         asm(None, code, "l,r", (addr, pred), effect=True)
 
 
+def discard(addr, pred):
+    """Have nobody write the 128 bytes at `addr`, a multiple of it, to memory from L2; they may hold anything then."""
+    code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p discard.global.L2 [$0], 128; }"
+    asm(None, code, "l,r,~{memory}", (addr, pred), effect=True)
+
+
 def store_f32(addr, value, pred):
     asm(
         None,
@@ -179,6 +185,15 @@ def load_one(addr, dtype, pred=None):
         code = " ".join(f"@p {statement.strip()};" for statement in code.split(";") if statement.strip())
     constraints = ",".join([f"=&{constraint}", "l", "r"][: 1 + len(operands)])
     return asm(result(), "{ " + f"{head} {code}" + " }", constraints, operands, effect=True)
+
+
+def load_floats(addr, count, pred):
+    """One or four fp32 values; +0 where `pred` (int32) does not hold, and nothing is read."""
+    names = [f"${i}" for i in range(count)]
+    vector, body = (".v4", f"{{{', '.join(names)}}}") if count == 4 else ("", "$0")
+    zero = " ".join(f"mov.b32 {name}, 0;" for name in names)
+    code = f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zero} @p ld.global{vector}.b32 {body}, [${count}]; }}"
+    return asm_many(T.f32(), count, code, ",".join(["=&f"] * count + ["l", "r"]), (addr, pred), effect=True)
 
 
 # ------------------------------------------------------------------ shared memory; addresses are int32

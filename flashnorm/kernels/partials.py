@@ -10,15 +10,19 @@ from cutlass import Int32, Int64
 from flashnorm.kernels import memory
 from flashnorm.kernels.codec import pack
 from flashnorm.kernels.fp import add_rn
-from flashnorm.kernels.reduce import butterfly, halve
+from flashnorm.kernels.reduce import halve
 from flashnorm.kernels.tile import WARP, WIDTH
 
 GROUP = memory.GROUP
 SLICES = 8  # of the partials of a column, each added up by one thread; their sums are then those of neighbours
 BATCH = 16  # loads of a thread in flight
-PITCH = WARP + 1  # floats between the slices' sums: no two of a column in one bank
 FOLD_THREADS = WARP * SLICES
-FOLD_BYTES = SLICES * PITCH * 4
+LINE = 128  # bytes of L2
+
+
+def fold_bytes(blocks):
+    """Shared memory of a fold of so many blocks of columns: the slices' sums of each."""
+    return SLICES * blocks * WARP * 4
 
 
 # ------------------------------------------------------------------ what a CTA leaves
@@ -71,57 +75,81 @@ def join_workers(k, sums, flat, index, sum_floats):
 
 
 # ------------------------------------------------------------------ fold
-def folded(items, load):
-    """The values of some items joined by halving, a batch of loads at a time.
+def folded(items, load, batch=BATCH):
+    """The values of some items, lists of them, joined by halving, a batch of loads at a time.
 
     Until its last step, halving keeps items at even places from those at odd ones: each are a halving of their own.
     """
-    if len(items) <= BATCH:
-        return halve([load(item) for item in items])
-    even = folded(items[0::2], load)
+    if len(items) <= batch:
+        loaded = [load(item) for item in items]
+        if len(loaded[0]) > 1:
+            memory.barrier(0, FOLD_THREADS)  # or ptxas saves registers by a second latency
+        return [halve(list(values)) for values in zip(*loaded, strict=True)]
+    even = folded(items[0::2], load, batch)
     memory.warp_barrier()  # or ptxas begins with all loads, and spills
-    return add_rn(even, folded(items[1::2], load))
+    return [add_rn(a, b) for a, b in zip(even, folded(items[1::2], load, batch), strict=True)]
 
 
-def fold(variant, tensors, tid, bid, shared, most, live, weight_row, sum_floats):
-    """Add up the partials of 32 columns of one weight row's gradient, and store it.
+def fold(variant, tensors, tid, bid, shared, most, live, weight_row, sum_floats, tile):
+    """Add up the partials of some columns of one weight row's gradient, and store it.
 
     Args:
         variant, tensors: what is computed, and its operands by name.
-        tid, bid: 256 threads; the blocks of all columns of dweight, then those of dbias, for each weight row.
-        shared: FOLD_BYTES of shared memory.
+        tid, bid: 256 threads; the CTAs of all columns of dweight, then those of dbias, for each weight row.
+        shared: `fold_bytes` of shared memory.
         most: partials at most, a power of two from 8 on.
         live: those that were written (Int64): of the others, none is read.
         weight_row: the distance of two weight rows of dweight in elements (Int64), or None for one row.
         sum_floats: fp32 values of all partials of a sum (Int64).
+        tile: says of how many blocks of 32 columns, 1 or a multiple of 4, of which a thread then has four together, and
+            whether partials that have been read are dropped.
     """
+    blocks = tile.fold_blocks
     parts = [name for name in ("dweight", "dbias") if name in tensors]
-    hidden = variant.hidden_size
-    blocks = -(-hidden // WARP)
-    row, at = bid // Int32(blocks * len(parts)), bid % Int32(blocks * len(parts))
-    part = (at >= Int32(blocks)).to(Int32)
+    hidden, width = variant.hidden_size, min(4, blocks)
+    ctas = -(-hidden // (WARP * blocks))
+    row, at = bid // Int32(ctas * len(parts)), bid % Int32(ctas * len(parts))
+    part = (at >= Int32(ctas)).to(Int32)
     lane, warp = tid % Int32(WARP), tid // Int32(WARP)
-    first = (at - part * Int32(blocks)) * Int32(WARP)
-    column = first + lane
-    inside = (column < Int32(hidden)).to(Int32)
-    start = (Int64(row) * live) * Int64(hidden) + Int64(part) * sum_floats + Int64(column)
-    base = tensors["workspace"].iterator.toint() + start * Int64(4)
+    start = Int64(row) * live * Int64(hidden) + Int64(part) * sum_floats
+    columns = (at - part * Int32(ctas)) * Int32(WARP * blocks)
+    for step in range(blocks // width):
+        first, slots = columns + Int32(step * WARP * width), shared + Int32(fold_bytes(step * width))
+        column = first + lane * Int32(width)
+        inside = (column < Int32(hidden)).to(Int32)
+        base = tensors["workspace"].iterator.toint() + (start + Int64(column)) * Int64(4)
 
-    def load(q):
-        p = Int64(warp) + Int64(q * SLICES)
-        here = inside & (p < live).to(Int32)
-        return memory.load_one((base + p * Int64(4 * hidden)).ir_value(), "float32", here.ir_value())
+        def place(q, base=base, inside=inside):
+            p = Int64(warp) + Int64(q * SLICES)
+            return base + p * Int64(4 * hidden), inside & (p < live).to(Int32)
 
-    total = folded(list(range(most // SLICES)), load)
-    slot = shared + (warp * Int32(PITCH) + lane) * Int32(4)
-    memory.write_float(slot.ir_value(), total, Int32(1).ir_value())
-    memory.barrier(0, FOLD_THREADS)
-    part_of, own = lane % Int32(SLICES), warp * Int32(WARP // SLICES) + lane // Int32(SLICES)
-    slot = shared + (part_of * Int32(PITCH) + own) * Int32(4)
-    (value,) = memory.read_floats(slot.ir_value(), 1)
-    total = butterfly(value, SLICES)
-    column = first + own
-    mine = (part_of == Int32(0)).to(Int32) & (column < Int32(hidden)).to(Int32)
+        def load(q, place=place):
+            address, here = place(q)
+            return memory.load_floats(address.ir_value(), width, here.ir_value())
+
+        totals = folded(list(range(most // SLICES)), load, max(BATCH // width, SLICES))
+        slot = (slots + (warp * Int32(WARP) + lane) * Int32(4 * width)).ir_value()
+        if width == 1:
+            memory.write_float(slot, totals[0], Int32(1).ir_value())
+        else:
+            memory.write_floats(slot, totals)
+        memory.barrier(0, FOLD_THREADS)
+        if tile.discard:  # lines that all of the row's columns are in; all who read them have
+            whole = (lane % Int32(WARP // width) == Int32(0)).to(Int32)
+            whole = whole & (column + Int32(WARP) <= Int32(hidden)).to(Int32)
+            for q in range(most // SLICES):
+                address, here = place(q)
+                line = (Int32(address) & Int32(LINE - 1) == Int32(0)).to(Int32)
+                memory.discard(address.ir_value(), (here & whole & line).ir_value())
+        column = first + tid
+        mine = (tid < Int32(WARP * width)).to(Int32) & (column < Int32(hidden)).to(Int32)
+        own = slots + tid % Int32(WARP * width) * Int32(4)
+        values = [memory.read_floats((own + Int32(s * WARP * width * 4)).ir_value(), 1)[0] for s in range(SLICES)]
+        _store_column(variant, tensors, parts, part, row, column, halve(values), mine, weight_row)
+
+
+def _store_column(variant, tensors, parts, part, row, column, total, mine, weight_row):
+    """Store one value of a gradient, by the threads for which `mine` holds."""
     for number, name in enumerate(parts):
         dtype, tensor = variant.dtype(name), tensors[name]
         where = Int64(column) if weight_row is None else Int64(column) + Int64(row) * weight_row

@@ -4,7 +4,8 @@ Four steps, each an exact piece of the canonical order:
  1. `LaneSum`: the terms of one lane, position by position, then its 8 positions.
  2. `block_sums`: every block of 32 lanes by halving; levels that lie inside a thread need no shuffle, and a
     thread that holds several lanes sends half of them at each shuffle instead of all.
- 3. `exchange`: one value per block crosses warps through shared memory (of every CTA of the cluster).
+ 3. `send` and `receive`: one value per block crosses warps through shared memory (of every CTA of the cluster); what
+    lies between them hides the way.
  4. `fold`: the blocks by halving, by every thread for itself, so that one barrier is enough.
 
 fp32 addition commutes, so it does not matter which of the two partners of a halving step adds: all of them
@@ -133,28 +134,41 @@ def row_sums(k, lane_values):
     tile, tid = k.tile, k.tid
     if tile.threads < 32:
         return [_narrow_row_sum(tile, values) for values in lane_values]
-    in_warp = [block_sums(values, tid) for values in lane_values]
-    spread = in_warp[0][1]
     if not tile.exchange:  # one warp: the blocks lie in its threads, 2^spread copies of each
-        totals = []
+        in_warp, totals = [block_sums(values, tid) for values in lane_values], []
+        spread = in_warp[0][1]
         for value, _ in in_warp:
             s = len(lane_values[0]) // 2
             while s:
                 value, s = add_rn(value, _shuffle_xor(value, s << spread)), s // 2
             totals.append(value)
         return totals
+    return received_sums(k, send_sums(k, lane_values))
+
+
+def send_sums(k, lane_values):
+    """Send a row's sums off, where warps exchange them; where they arrive is what `received_sums` takes."""
+    tile, tid = k.tile, k.tid
+    in_warp = [block_sums(values, tid) for values in lane_values]
+    spread = in_warp[0][1]
     warps = tile.threads // 32
     lane = tid & Int32(31)
     block = k.thread // Int32(32) + (lane >> Int32(spread)) * Int32(warps)
     slots = [k.exchange_slots() for _ in in_warp]
     places = [base + slot_of(tile, block) * Int32(4) for base in slots]
     copy = lane & Int32((1 << spread) - 1)
-    exchange(k, places, [value for value, _ in in_warp], copy, tile.blocks)
-    return [fold(tile, base, tid) for base in slots]
+    send(k, places, [value for value, _ in in_warp], copy, tile.blocks)
+    return slots
 
 
-def exchange(k, places, values, copy, count):
-    """Write fp32 values to shared memory, where every thread of the row may read them afterwards.
+def received_sums(k, slots):
+    """The sums of the row at hand, which all of its threads have sent off."""
+    receive(k)
+    return [fold(k.tile, base, k.tid) for base in slots]
+
+
+def send(k, places, values, copy, count):
+    """Write fp32 values to shared memory, where every thread of the row may read them after `receive`.
 
     Args:
         k: the frame.
@@ -167,7 +181,6 @@ def exchange(k, places, values, copy, count):
     if tile.cluster_n == 1:
         for place, value in zip(places, values, strict=True):
             memory.write_float(place.ir_value(), value, (copy == Int32(0)).to(Int32).ir_value())
-        memory.barrier(0 if tile.rows == 1 else (k.row_in_cta + Int32(1)).ir_value(), tile.threads_per_row)
         return
     # A warp holds 32 T / L copies of a block sum, T = threads of the row >= 32 * cluster_n: one for every CTA.
     inside = (copy < Int32(tile.cluster_n)).to(Int32)
@@ -175,16 +188,27 @@ def exchange(k, places, values, copy, count):
         memory.cluster_wait()  # every peer runs, so its shared memory exists (they arrived before their loads)
     mailbox = k.mailbox()
     if mailbox is not None:
-        box, phase = (v.ir_value() for v in mailbox)
+        box = mailbox[0].ir_value()
         memory.expect_bytes(box, 4 * count * len(values), (k.tid == Int32(0)).to(Int32).ir_value())
         for place, value in zip(places, values, strict=True):
             memory.send_float(place.ir_value(), copy.ir_value(), value, box, inside.ir_value())
-        memory.await_mailbox(box, phase)
         return
     for place, value in zip(places, values, strict=True):
         memory.write_remote_float(place.ir_value(), copy.ir_value(), value, inside.ir_value())
     memory.cluster_arrive()
-    memory.cluster_wait()
+
+
+def receive(k):
+    """Wait for what all threads of the row have sent."""
+    tile = k.tile
+    if tile.cluster_n == 1:
+        memory.barrier(0 if tile.rows == 1 else (k.row_in_cta + Int32(1)).ir_value(), tile.threads_per_row)
+        return
+    mailbox = k.mailbox()
+    if mailbox is None:
+        memory.cluster_wait()
+    else:
+        memory.await_mailbox(*(v.ir_value() for v in mailbox))
 
 
 # ------------------------------------------------------------------ maxima
@@ -201,6 +225,7 @@ def row_max(k, value):
         return value
     warps = tile.threads // 32
     base, lane = k.exchange_slots(), k.tid & Int32(31)
-    exchange(k, [base + k.thread // Int32(32) * Int32(4)], [value], lane, warps)
+    send(k, [base + k.thread // Int32(32) * Int32(4)], [value], lane, warps)
+    receive(k)
     (value,) = memory.read_floats((base + (lane & Int32(warps - 1)) * Int32(4)).ir_value(), 1)
     return butterfly(value, warps, max_nan)

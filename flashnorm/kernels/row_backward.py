@@ -172,7 +172,8 @@ class RowBackward:
                 **common,
             )
         if sums:
-            folds = weight_rows * Int64(-(-self.variant.hidden_size // 32) * len(self.parts))
+            blocks_of_columns = -(-self.variant.hidden_size // (32 * tile.fold_blocks))
+            folds = weight_rows * Int64(blocks_of_columns * len(self.parts))
             common |= {"grid": [Int32(folds), 1, 1], "block": [partials.FOLD_THREADS, 1, 1]}
             if mode == "one":
                 self.fold(index, mode, max(partials.SLICES, self.left(tile)), operands).launch(**common)
@@ -315,8 +316,10 @@ class RowBackward:
     def fold_body(self, index, mode, most, operands, tid, bid):
         tile, tensors = self.plans[index][1], dict(zip(self.names, operands, strict=True))
         room = shared_limit(self.sm) // tile.fold_ctas - RESERVED if tile.fold_ctas else 0
-        shared = self.shared(max(partials.FOLD_BYTES, room))
-        self.wait()
+        shared = self.shared(max(partials.fold_bytes(tile.fold_blocks), room))
+        if self.has_pdl and tile.signal_early:
+            memory.let_next_kernel_start()
+        self.wait(not tile.signal_early)
         distance = None
         if mode == "one":
             live = self.live(tile, row_count(tensors["dout"], self.variant.row_rank))
@@ -324,7 +327,7 @@ class RowBackward:
             split = self.split_of(operands)
             live, distance = split.partials, split.distance
         floats = self.sum_floats(operands, mode)
-        partials.fold(self.variant, tensors, tid, bid, shared, most, live, distance, floats)
+        partials.fold(self.variant, tensors, tid, bid, shared, most, live, distance, floats, tile)
 
 
 def trips_of(walk):

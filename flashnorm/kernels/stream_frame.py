@@ -111,9 +111,9 @@ class StreamFrame(Frame):
         self.asks = asks
         mailboxes, shared_base = shared_base, shared_base + Int32(tile.mailbox_bytes)
         super().__init__(tile, variant, sm, tensors, tid, bid, shared_base, asks)
-        self.mailboxes, self.mailbox_count, self._mailbox = mailboxes, 2, None
+        self.mailboxes, self.mailbox_count, self._mailbox = mailboxes, tile.exchange_turns, None
         self._parity_base = self._exchange_base
-        kept = shared_base + Int32(2 * tile.parity_bytes(asks))
+        kept = shared_base + Int32(tile.exchange_turns * tile.parity_bytes(asks))
         self.sums_base = kept + tid * Int32(SLOT)
         self.vectors_base = self.sums_base + Int32(tile.sums_bytes(asks))
         self.fold_base = kept + Int32(tile.sums_bytes(asks) + tile.vectors_bytes(asks))
@@ -122,6 +122,7 @@ class StreamFrame(Frame):
             self.fold_base + Int32(tile.row_bytes(asks) - 4 * asks.words * tile.num_threads) + tid * Int32(4)
         )
         self._ring = Int32(0)
+        self.skewed = tile.skew and asks.exchanges > 0
         operands = variant.program.operands()
         self.loads = tuple(o.name for o in operands if o.kind == "row" and o.mode == "in")
         self.words = tuple(o.name for o in operands if o.kind == "per_row")
@@ -149,7 +150,7 @@ class StreamFrame(Frame):
 
     # ------------------------------------------------------------------ the row at hand
     def mailbox(self):
-        """Two take turns, row by row."""
+        """They take turns, row by row."""
         return self._mailbox
 
     def enter(self, here, places, number, ring):
@@ -159,10 +160,11 @@ class StreamFrame(Frame):
         self._exchanges, self._exchanged = 0, True
         self._exchange_base = self._parity_base
         if self.tile.exchange:
-            parity = number & Int32(1)
-            self._exchange_base = self._parity_base + parity * Int32(self.tile.parity_bytes(self.asks))
+            turns = self.tile.exchange_turns
+            turn, phase = number & Int32(turns - 1), (number >> Int32(turns.bit_length() - 1)) & Int32(1)
+            self._exchange_base = self._parity_base + turn * Int32(self.tile.parity_bytes(self.asks))
             if self.tile.cluster_n > 1:
-                self._mailbox = self.mailboxes + parity * Int32(SLOT), (number >> Int32(1)) & Int32(1)
+                self._mailbox = self.mailboxes + turn * Int32(SLOT), phase
         self._zero = Int32(self._count >> Int64(62)) | here >> Int32(1)
 
     def fetch(self):
@@ -223,8 +225,23 @@ class StreamFrame(Frame):
         for j in range(self.tile.rounds):
             for name in self.loads:
                 self._ask_group(name, j, here, places, ring)
-        self._ask_words(here, places, ring)
+            if self.skewed:
+                self._close_round(j, here, places, ring)
+        if not self.skewed:
+            self._ask_words(here, places, ring)
+            memory.stage_commit()
+
+    def _close_round(self, j, here, places, ring):
+        """The end of a batch of copies where each round is one; words come with the first."""
+        if j == 0:
+            self._ask_words(here, places, ring)
         memory.stage_commit()
+
+    def arrive(self, j):
+        """Wait for a round of the row at hand, where each comes by itself; those of later rows may be under way."""
+        if self.skewed:
+            later = (self.tile.stages - 2) * self.tile.rounds
+            memory.stage_wait(self.tile.rounds - 1 - j + later)
 
     def _ask_group(self, name, j, here, places, ring):
         slot, plane = self._slot(name, j)
@@ -247,10 +264,12 @@ class StreamFrame(Frame):
         if self.tile.refill:
             for name in names:
                 self._ask_group(name, j, *self._later, self._ring)
+            if self.skewed:
+                self._close_round(j, *self._later, self._ring)
 
     def refilled(self):
         """The end of such a row."""
-        if self.tile.refill:
+        if self.tile.refill and not self.skewed:
             self._ask_words(*self._later, self._ring)
             memory.stage_commit()
 

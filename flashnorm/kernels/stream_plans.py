@@ -28,7 +28,8 @@ StreamPlans = tuple[tuple["int | None", StreamTile], ...]
 class Shape:
     """What a table says of a tile: threads of a CTA at most, elements of a row a thread, CTAs a row, CTAs an SM.
 
-    `exchanges`: sums of a row at most, of a program that it is for.
+    `exchanges`: sums of a row at most, of a program that it is for. `skew`: that of the tile, of rows that are read
+    twice in their stages.
     """
 
     threads: int
@@ -39,6 +40,7 @@ class Shape:
     streaming: bool = False
     prefetch: Prefetch = "all"
     exchanges: int = 2
+    skew: bool = False
 
 
 Table = tuple[tuple[int, tuple[Shape, ...]], ...]
@@ -69,6 +71,7 @@ WORK_MEANS = 12  # more for a LayerNorm
 HIDDEN = 4  # a round, of weights in registers that are widened when they are used
 BY_ROWS = 12  # more to find the rows of a weight's row
 NO_SUMS = 28  # less where nothing is summed over rows
+SKEWED = {1: 32, 2: 10}  # less where passes are those of different rows, by the sums of a row
 
 
 def registers(tile: StreamTile, asks: Asks) -> int:
@@ -86,6 +89,7 @@ def registers(tile: StreamTile, asks: Asks) -> int:
     sums = asks.sums * GROUP * (2 if outer else 1) if tile.summed else 0
     batch = sum(asks.loaded) * GROUP // 4 * tile.batch if tile.again == "global" else 0
     work = WORK[tile.again] + (WORK_MEANS if asks.exchanges > 1 else 0)
+    work -= SKEWED.get(asks.exchanges, 0) if tile.skew else 0
     work += (BY_ROWS if asks.by_rows else 0) - (0 if tile.summed else NO_SUMS)
     return tile.rounds * (row + vectors + sums) + batch + work
 
@@ -130,6 +134,7 @@ def pick(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile:
                 continue
             refill = stages == 2 and again == "shared" and not asks.by_rows  # the registers are gone there
             full = replace(tile, again=again, outer=outer, vectors=vectors, stages=stages, refill=refill)
+            full = replace(full, skew=shape.skew and refill and full.exchange)
             if fits(full, asks, sm, shape.ctas):
                 return full
     # Too wide: sums over rows by columns, and the rows by as many threads as there are.
@@ -170,6 +175,7 @@ def pick_short(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile | 
         return None
     for shape, tile in tiles_of(hidden_size, vec, sm, SHORT):
         two = replace(tile, again="shared", outer="shared", stages=2, refill=True, short=True, streams=2)
+        two = replace(two, skew=shape.skew)
         for vectors in ("raw", "shared", "global"):
             full = replace(two, vectors=vectors)
             if fits(full, asks, sm, shape.ctas):

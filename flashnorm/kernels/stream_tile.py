@@ -58,8 +58,19 @@ class StreamTile(RowTile):
         short: for streams of one block of rows at most: there is nothing to add to outer sums until their end.
         streams: that a worker follows, one after the other: p, and with two p + P/2, which fold together first. Then a
             stream must be one block, so that the outer sums of the first are those that the second one's are added to.
+        skew: a row is summed before the one in front of it is written, so that nobody waits for sums that cross warps
+            and CTAs without work of its own. Both wait in their stages; copies are under way, and waited for, group by
+            group. For rows that are not summed it changes nothing.
         late_signal: the fold may start when the rows are done, not when they begin: it does not take the first SMs that
             get free, but all alike.
+        signal_early: the next kernel may start when the fold does, not when the rows are done. What it does before its
+            own wait, it does beside the last rows, on SMs whose rows are done and which have room beside the fold.
+        fold_blocks: of 32 columns, of a CTA of the fold: 1, or a multiple of 4. Fewer CTAs with more registers have
+            room beside the rows, so that they wait there for their end.
+        discard: the fold drops partials from L2 that it has read, so that they are not written to memory afterwards; no
+            one reads the workspace again.
+        prefetch_rows: asked for in L2 before the wait for the earlier kernel, beyond those of the stages, while
+            that one ends and memory has little to do (`prefetch="all"`).
         fold_ctas: of the fold on an SM, at most; it asks for shared memory that it does not need. 0: as many as fit.
     """
 
@@ -71,7 +82,11 @@ class StreamTile(RowTile):
     refill: bool = False
     short: bool = False
     streams: int = 1
+    skew: bool = False
     late_signal: bool = False
+    fold_blocks: int = 1
+    discard: bool = False
+    prefetch_rows: int = 0
     fold_ctas: int = 0
 
     def __post_init__(self) -> None:
@@ -86,6 +101,11 @@ class StreamTile(RowTile):
             "sums of short streams wait for a second one or nowhere": not self.short
             or self.streams == 2
             or self.outer == "registers",
+            "a skewed row waits in its stage, which is refilled": not self.skew
+            or (self.again == "shared" and self.refill),
+            "a row that one warp sums waits for nobody": not self.skew or self.exchange,
+            "a fold has one block of columns or a multiple of four, of which none is divided": self.fold_blocks == 1
+            or (self.fold_blocks > 0 and self.fold_blocks % 4 == 0 and self.hidden_size % 4 == 0),
             "workers of a CTA are a power of two": self.rows & (self.rows - 1) == 0,
             "what is not summed is one row a CTA, without outer sums": self.summed
             or (self.rows == 1 and self.outer == "registers"),
@@ -97,7 +117,7 @@ class StreamTile(RowTile):
     def alone(self) -> StreamTile:
         """The plan for rows that are no stream: nothing is kept for a next one."""
         again: Again = "raw" if self.rounds <= 4 else "global"
-        one = replace(self, streams=1, outer="registers", refill=False)
+        one = replace(self, streams=1, outer="registers", refill=False, skew=False)
         return replace(one, stages=0, again=again, vectors="global", short=False)
 
     def row_bytes(self, asks: Asks) -> int:
@@ -117,14 +137,23 @@ class StreamTile(RowTile):
         return self.vectors == "shared" and asks.vector > 0
 
     def parity_bytes(self, asks: Asks) -> int:
-        """Shared memory of a row's exchanges: neighbouring rows take turns with two of it, so one barrier is enough."""
+        """Shared memory of a row's exchanges, of which there are `exchange_turns`."""
         values = self.rows * self.blocks * asks.exchanges if self.exchange else 0
         return -(-4 * values // SLOT) * SLOT
 
     @property
+    def exchange_turns(self) -> int:
+        """Rows that take turns with places for their sums, a power of two; no barrier keeps writers from readers.
+
+        Whoever sends row i has the sums of row i - 1, skewed of row i - 2, so all have sent those, and before it have
+        read the sums of row i - 2, skewed of row i - 4. Later ones may still be read: two places, skewed four.
+        """
+        return 4 if self.skew else 2
+
+    @property
     def mailbox_bytes(self) -> int:
-        """Shared memory of the mailboxes of a cluster's exchanges, two that take turns."""
-        return 2 * SLOT if self.cluster_n > 1 else 0
+        """Shared memory of the mailboxes of a cluster's exchanges, one for each that takes turns."""
+        return self.exchange_turns * SLOT if self.cluster_n > 1 else 0
 
     def fold_bytes(self, asks: Asks) -> int:
         """Shared memory in which the workers of a CTA add up, where the rows were before."""
@@ -132,7 +161,8 @@ class StreamTile(RowTile):
 
     def stream_bytes(self, asks: Asks) -> int:
         """All of it."""
-        kept = self.mailbox_bytes + 2 * self.parity_bytes(asks) + self.sums_bytes(asks) + self.vectors_bytes(asks)
+        exchanges = self.mailbox_bytes + self.exchange_turns * self.parity_bytes(asks)
+        kept = exchanges + self.sums_bytes(asks) + self.vectors_bytes(asks)
         return kept + max(self.stages * self.row_bytes(asks), self.fold_bytes(asks))
 
 
