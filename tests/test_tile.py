@@ -88,6 +88,10 @@ def test_every_group_and_lane_has_one_owner(hidden_size):
         ({"hold": "shared"}, "staging"),
         ({"threads_per_row": 64, "num_threads": 1024}, "named barriers"),
         ({"turns": 2}, "take turns"),
+        ({"abreast": 0}, "abreast must be"),
+        ({"abreast": 2, "hold": "global"}, "rows abreast"),
+        ({"abreast": 2, "staged": True}, "rows abreast"),
+        ({"abreast": 2, "num_threads": 128, "cluster_n": 2}, "rows abreast"),
     ],
 )
 def test_bad_tiles_are_refused(change, text):
@@ -103,7 +107,9 @@ def test_what_programs_need():
     assert needs(picked, "int8", "int64", "float32", "bfloat16") == Needs((1,), 2, vectors=0, heavy=True)
     layer = RowProgram(AddResidual(), MeanVar(), (AffineBias(), Round()), codes)
     dtypes = ("bfloat16", "float32", "float32", "float32", "int8", "float32")
-    assert needs(layer, *dtypes) == Needs((2, 4), 4, vectors=2, exchanges=4, heavy=True, narrow=True, least=0)
+    assert needs(layer, *dtypes) == Needs(
+        (2, 4), 4, vectors=2, exchanges=4, heavy=True, narrow=True, least=0, grouped=False
+    )
     rounded = RowProgram(AddResidual(rounded=True), Rms(), (Affine(),), Cast())
     assert needs(rounded, "bfloat16", "bfloat16", "bfloat16", "bfloat16") == Needs((2, 2), 2)
 
