@@ -68,11 +68,16 @@ def first_round(hidden_size: int, rows: int, op: str, sm: int) -> Iterator[RowTi
                 continue
             if few and rounds > 4 and hidden_size < 32768:
                 continue
-            for n in dict.fromkeys((t, 128, 256, min(2 * t, 512))) if c == 1 else (t,):
+            for n in dict.fromkeys((t, 64 if hidden_size <= 512 else t, 128, 256, min(2 * t, 512))) if c == 1 else (t,):
                 if n >= max(t, 32) and (t <= 32 or n // t <= 8) and not (few and n > max(t, 128)):
                     yield RowTile(hidden_size, 8, t, n, c, early_weights=rounds * weights <= 4)
                     if weights > 1 and not few and rounds > 1:
                         yield RowTile(hidden_size, 8, t, n, c, early_weights=False, batch=1)
+                    if weights > 1 and not few and c == 1 and n <= 256 and needs(op).grouped:
+                        for abreast in (a for a in (2, 4) if a * rounds * 8 * held <= 256):  # half of the registers
+                            for batch, ahead in ((1, False), (3, False), (1, True)):
+                                how = {"early_weights": False, "batch": batch, "abreast": abreast, "ahead": ahead}
+                                yield RowTile(hidden_size, 8, t, n, **how)
     if hidden_size >= 32768:
         for c in (1, 2, 4, 8)[: 4 if plans.has_clusters(sm) else 1]:
             for t in (128, 256, 512, 1024):
@@ -101,11 +106,15 @@ def second_round(best: RowTile, few: bool) -> Iterator[RowTile]:
         for turns in {1, 2, 4} - {best.turns}:
             yield change(best, turns=turns)
             yield change(best, turns=turns, early_weights=not best.early_weights)
-    if best.hold == "registers" and not few and best.turns == 1:
+    if best.hold == "registers" and not few and best.turns == best.abreast == 1:
         yield change(best, staged=True)
         yield change(best, staged=True, hold="shared")
         yield change(best, staged=True, hold="shared", signal_early=True)
     if not best.early_weights:
+        if not few and best.hold == "registers":
+            yield change(best, ahead=not best.ahead)
+            yield change(best, stay=True)
+            yield change(best, stay=True, streaming=True)
         for batch in (1, 2, 3, 8, 16):
             yield change(best, batch=batch)
             if batch <= 3 and not few:
@@ -115,8 +124,8 @@ def second_round(best: RowTile, few: bool) -> Iterator[RowTile]:
 def describe(tile: RowTile) -> str:
     flags = [f for f in ("staged", "early_weights", "signal_early", "streaming") if getattr(tile, f)]
     flags += [f"prefetch-{tile.prefetch}"] if tile.prefetch != "none" else []
-    flags += [f"turns-{tile.turns}"] if tile.turns > 1 else []
-    flags += ["mailbox"] if tile.mailbox else []
+    flags += [f"{f}-{n}" for f in ("turns", "abreast") if (n := getattr(tile, f)) > 1]
+    flags += [f for f in ("ahead", "stay", "mailbox") if getattr(tile, f)]
     return f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} {tile.hold} b{tile.batch} {' '.join(flags)}"
 
 
@@ -302,7 +311,7 @@ def tune_shape(run: Run, op: str, rows: int, hidden_size: int, flush: torch.Tens
     mul = times.pop("mul")
     ranked = sorted(times, key=times.get)  # type: ignore[arg-type]
     more: dict[RowTile, None] = {}
-    for tile in ranked[:2]:
+    for tile in ranked[: 0 if run.options.first else 2]:
         more.update(dict.fromkeys(t for t in second_round(tile, rows <= 256) if t not in times))
     legal = [t for t in more if t.shared_bytes(needs(op)) <= tiles.shared_limit(run.sm)]
     run.compile(op, legal)
@@ -320,7 +329,8 @@ def tune_shape(run: Run, op: str, rows: int, hidden_size: int, flush: torch.Tens
 def candidates_of(run: Run, op: str, rows: int, hidden_size: int) -> list[RowTile]:
     table = plans.plans(hidden_size, 8, needs(op), run.sm)
     chosen = next(t for limit, t in table if limit is None or rows <= limit)
-    return list(dict.fromkeys([chosen, *first_round(hidden_size, rows, op, run.sm)]))[: run.options.limit]
+    found = [t for t in first_round(hidden_size, rows, op, run.sm) if run.options.like in describe(t)]
+    return list(dict.fromkeys([chosen, *found]))[: run.options.limit]
 
 
 def parse() -> argparse.Namespace:
@@ -332,6 +342,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=230.0, help="seconds, compiling included")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit", type=int, default=60, help="tiles a shape at most, in the first round")
+    parser.add_argument("--like", default="", help="beside the chosen tile, those whose description has this alone")
+    parser.add_argument("--first", action="store_true", help="no second round")
     parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 1)))
     parser.add_argument("--check-only", action="store_true", help="compile and check the first round, time nothing")
     parser.add_argument("--compile-only", action="store_true", help="compile the first round; needs no GPU")

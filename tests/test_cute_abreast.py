@@ -1,5 +1,7 @@
 """Rows abreast in the CuTe kernels, interpreted: the model's bits for any number of rows, vectors loaded once."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -49,13 +51,14 @@ TILES = (  # hidden size, threads a row, threads, rows abreast, turns; with sums
 )
 
 
-def tiles_of(vec_of=None):
+def tiles_of():
     for hidden_size, t, n, abreast, turns in TILES:
         vec = 8 if hidden_size % 8 == 0 else 4 if hidden_size % 4 == 0 else 1
-        for early, batch in ((True, 4), (False, 1), (False, 3)):
+        for early, batch, ahead in ((True, 4, False), (False, 1, True), (False, 3, False)):
             yield RowTile(
-                hidden_size, vec_of or vec, t, n, early_weights=early, batch=batch, turns=turns, abreast=abreast
-            )
+                hidden_size, vec, t, n, early_weights=early, batch=batch, turns=turns, abreast=abreast, ahead=ahead,
+                stay=ahead,
+            )  # fmt: skip
 
 
 def shift(x):
@@ -119,6 +122,14 @@ def test_a_load_of_a_vector_serves_all_rows(early):
     assert vector_loads(1, early) == 4 * 520 * 4
     assert vector_loads(2, early) == 2 * 520 * 4
     assert vector_loads(4, early) == 520 * 4
+
+
+@pytest.mark.parametrize("hold", ("registers", "shared", "global"))
+def test_one_row_with_vectors_ahead_and_marked(hold):
+    for program in (LAYER, FUSED_LAYER):
+        tile = RowTile(1000, 8, 64, 128, hold=hold, staged=hold == "shared", early_weights=False, batch=1, ahead=True)
+        check(program, dtypes_of(program, weight=S), 1000, tile, rows=3)
+        check(program, dtypes_of(program, weight=S), 1000, replace(tile, stay=True, streaming=True), rows=3)
 
 
 def test_sums_cross_warps_in_one_exchange():

@@ -5,6 +5,7 @@ groups by round: round j of thread t is group t + j * T of the row. All loops ov
 """
 
 from copy import copy
+from typing import Any
 
 from cutlass import Int32, Int64
 from cutlass._mlir.dialects import cute as cute_ir
@@ -55,12 +56,14 @@ class Frame:
         mailboxes: shared address of those that exchanges over a cluster arrive in, if they do.
     """
 
-    native_fp4, lead = False, None
+    native_fp4 = False
+    lead: Any = None
 
     def __init__(self, tile, variant, sm, tensors, tid, bid, shared_base, needs=None):
         self.tile, self.variant, self.sm, self.tensors, self.tid = tile, variant, sm, tensors, tid
         self.operands = {o.name: o for o in variant.program.operands()}
-        self.held, self.scalars, self.stage_names = {}, {}, ()
+        self.held, self.scalars = {}, {}
+        self.stage_names: tuple = ()
         self.pool_row, self.pool_ok = None, None
         self._raw, self._bases, self._masks = {}, {}, {}
         self._exchanges, self._exchanged, self._passes = 0, False, 0
@@ -83,19 +86,13 @@ class Frame:
         self.coords: tuple = ()
         self._place_row(0)
 
-    def following(self, number):
-        """The view of the row that the same threads work on `number` rows later; what is not its own stays loaded."""
+    def following(self, number, lead=None):
+        """The view of the same threads' row `number` rows later, in turn or abreast of `lead`; vectors stay loaded."""
         other = copy(self)
-        other.held, other._passes, other.lead = {}, 0, None
+        other.held, other._passes, other.lead = {}, 0, lead
         other._bases = {name: base for name, base in self._bases.items() if name in self.common}
         other._raw = {(name, j): raw for (name, j), raw in self._raw.items() if name in self.common}
         other._place_row(self.number + number)
-        return other
-
-    def beside(self, number):
-        """The view of the row `number` rows on, abreast of this one, which loads what is common to both."""
-        other = self.following(number)
-        other.lead = self
         return other
 
     def shares(self, name):
@@ -281,12 +278,11 @@ class Frame:
         """Issue the loads of some rounds; `raw` hands them out."""
         dtype = self.variant.dtype(name)
         for j in rounds:
-            guard = self.guard(j, self._readable(name))
+            how = self.guard(j, self._readable(name))
             shared = self.operands[name].kind == "vec" and name not in self.by_row
-            streaming = self.tile.streaming and not shared and self.tile.hold != "global"
-            self._raw[name, j] = memory.load_group(
-                self._address(name, j), dtype, self.tile.vec, **guard, streaming=streaming
-            )
+            how["streaming"] = self.tile.streaming and not shared and self.tile.hold != "global"
+            how["stay"] = self.tile.stay and shared
+            self._raw[name, j] = memory.load_group(self._address(name, j), dtype, self.tile.vec, **how)
 
     def load_one(self, name):
         """The value of an operand without a hidden dimension: fp32 of a float, a raw int64 of an integer."""

@@ -74,9 +74,10 @@ def _guards(first, full, tail):
     return text, operands, names
 
 
-def load_group(addr, dtype, vec, *, full=None, tail=None, tail_count=0, streaming=False):
-    """One group from global memory (`addr` an int64 address)."""
-    width, n, space = WIDTH[dtype], regs_of(dtype), "global.cs" if streaming else "global"
+def load_group(addr, dtype, vec, *, full=None, tail=None, tail_count=0, streaming=False, stay=False):
+    """One group from global memory (`addr` an int64 address); used once, or to stay in L1."""
+    width, n, hint = WIDTH[dtype], regs_of(dtype), ".cs" if streaming else ".L1::evict_last" if stay else ""
+    space = f"global{hint}"
     regs = [f"${i}" for i in range(n)]
     head, operands, names = _guards(n + 1, full, tail)
     lines = [PART_REGS[width], head]

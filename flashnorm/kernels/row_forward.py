@@ -96,7 +96,8 @@ class Row:
         self.incoming = self._first_pass()
 
     def turns(self, rounds, names):
-        return Turns(self.k, rounds, names, self.k.tile.batch, ahead=self.k.tile.hold != "registers")
+        tile = self.k.tile
+        return Turns(self.k, rounds, names, tile.batch, ahead=tile.ahead or tile.hold != "registers")
 
     def _first_pass(self):
         turns = iter(self.turns(self.order, self.rereads))
@@ -167,7 +168,7 @@ class Work:
 
 def begin(k, scalars):
     """Rows abreast, the first of them that of `k`."""
-    return [Work(k.beside(i) if i else k, scalars) for i in range(k.tile.abreast)]
+    return [Work(k.following(i, lead=k) if i else k, scalars) for i in range(k.tile.abreast)]
 
 
 def finish(works):

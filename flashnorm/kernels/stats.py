@@ -45,4 +45,4 @@ class MeanVarStats:
         return [mul_rn(sub_rn(d, self.m2), self.rstd) for d in self.centre(h)]
 
 
-STATS = {Rms: RmsStats, MeanVar: MeanVarStats}
+STATS: dict = {Rms: RmsStats, MeanVar: MeanVarStats}

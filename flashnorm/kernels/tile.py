@@ -107,6 +107,9 @@ class RowTile:
             Weights that are loaded early serve all of them.
         abreast: rows that a thread works on at once: their sums cross warps together, and what it loads of a vector
             serves all of them, whether it is loaded early or late.
+        ahead: what is loaded late is asked for a batch before it is used, the first one while the sums cross the row.
+            That takes a batch's registers; rows that wait elsewhere leave them, so there it is always so.
+        stay: vectors are marked to stay in L1 when rows pass through it.
         mailbox: what the CTAs of a cluster exchange arrives in mailboxes (memory.send_float), where each waits for its
             own alone, in place of the cluster's barrier.
     """
@@ -126,6 +129,8 @@ class RowTile:
     batch: int = 4
     turns: int = 1
     abreast: int = 1
+    ahead: bool = False
+    stay: bool = False
     mailbox: bool = False
 
     def __post_init__(self) -> None:
