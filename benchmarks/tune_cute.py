@@ -1,9 +1,8 @@
 """Finds launch plans for the CuTe route: `python -m benchmarks.tune_cute`, from the project's root, on the GPU.
 
-    python -m benchmarks.tune_cute --budget 230 --json tune.jsonl
     python -m benchmarks.tune_cute --ops ln,quant --shapes 16384x7168,64x4096
+    python -m benchmarks.tune_cute --ops ln --shapes 8192x16384 --like 256/256x1    # those of 256 threads
     python -m benchmarks.tune_cute --check-only --ops ln,blocks,token --limit 1     # the chosen tiles, bit for bit
-    python -m benchmarks.tune_cute --compile-only --shapes 1x4096,4096x65536 --limit 3      # needs no GPU
 
 For every operation of `tune_cases.py` and shape of the table: each candidate tile is compiled (in worker processes),
 its results are compared bit for bit with `flashnorm.model`, and it is timed as `measure.py` says, in CUDA graphs over
@@ -59,12 +58,9 @@ def first_round(hidden_size: int, rows: int, op: str, sm: int) -> Iterator[RowTi
             continue
         for t in (*((2, 4) if hidden_size <= 512 else ()), 8, 16, 32, 64, 128, 256, 512, 1024):
             rounds = -(-groups // (t * c))
-            if (
-                not min(least, lanes) <= t * c <= lanes
-                or (c > 1 and t < 32)
-                or rounds * 8 * held > 384
-                or rounds * 8 * held * t > 131072
-            ):
+            if not min(least, lanes) <= t * c <= lanes or (c > 1 and t < 32):
+                continue
+            if rounds * 8 * held > min(384, 131072 // t):
                 continue
             if few and rounds > 4 and hidden_size < 32768:
                 continue
@@ -73,7 +69,7 @@ def first_round(hidden_size: int, rows: int, op: str, sm: int) -> Iterator[RowTi
                     yield RowTile(hidden_size, 8, t, n, c, early_weights=rounds * weights <= 4)
                     if weights > 1 and not few and rounds > 1:
                         yield RowTile(hidden_size, 8, t, n, c, early_weights=False, batch=1)
-                    if weights > 1 and not few and c == 1 and n <= 256 and needs(op).grouped:
+                    if weights > 1 and not few and c == 1 and n <= 512 and needs(op).grouped:
                         for abreast in (a for a in (2, 4) if a * rounds * 8 * held <= 256):  # half of the registers
                             for batch, ahead in ((1, False), (3, False), (1, True)):
                                 how = {"early_weights": False, "batch": batch, "abreast": abreast, "ahead": ahead}
@@ -113,8 +109,7 @@ def second_round(best: RowTile, few: bool) -> Iterator[RowTile]:
     if not best.early_weights:
         if not few and best.hold == "registers":
             yield change(best, ahead=not best.ahead)
-            yield change(best, stay=True)
-            yield change(best, stay=True, streaming=True)
+            yield from (change(best, stay=True), change(best, stay=True, streaming=True))
         for batch in (1, 2, 3, 8, 16):
             yield change(best, batch=batch)
             if batch <= 3 and not few:
@@ -329,8 +324,9 @@ def tune_shape(run: Run, op: str, rows: int, hidden_size: int, flush: torch.Tens
 def candidates_of(run: Run, op: str, rows: int, hidden_size: int) -> list[RowTile]:
     table = plans.plans(hidden_size, 8, needs(op), run.sm)
     chosen = next(t for limit, t in table if limit is None or rows <= limit)
-    found = [t for t in first_round(hidden_size, rows, op, run.sm) if run.options.like in describe(t)]
-    return list(dict.fromkeys([chosen, *found]))[: run.options.limit]
+    like, found = run.options.like.split(","), first_round(hidden_size, rows, op, run.sm)
+    asked = [t for t in found if any(part in describe(t) for part in like)]
+    return list(dict.fromkeys([chosen, *asked]))[: run.options.limit]
 
 
 def parse() -> argparse.Namespace:
@@ -342,7 +338,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=230.0, help="seconds, compiling included")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit", type=int, default=60, help="tiles a shape at most, in the first round")
-    parser.add_argument("--like", default="", help="beside the chosen tile, those whose description has this alone")
+    parser.add_argument(
+        "--like", default="", help="beside the chosen tile, those described by one of these texts alone"
+    )
     parser.add_argument("--first", action="store_true", help="no second round")
     parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 1)))
     parser.add_argument("--check-only", action="store_true", help="compile and check the first round, time nothing")
