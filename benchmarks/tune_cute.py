@@ -52,11 +52,11 @@ def first_round(hidden_size: int, rows: int, op: str, sm: int) -> Iterator[RowTi
     """Tiles that differ in threads, rows per CTA and cluster."""
     lanes, groups = tiles.lanes(hidden_size), -(-hidden_size // 8)
     held, weights, least = needs(op).held, max(1, needs(op).vectors), needs(op).least
-    few = rows <= 256
+    few, narrow = rows <= 256, hidden_size <= 512
     for c in (1, 2, 4, 8):
         if c > 1 and not (plans.has_clusters(sm) and (hidden_size >= 16384 or (few and hidden_size >= 4096))):
             continue
-        for t in (*((2, 4) if hidden_size <= 512 else ()), 8, 16, 32, 64, 128, 256, 512, 1024):
+        for t in (*((2, 4) if narrow else ()), 8, 16, 32, 64, 128, 256, 512, 1024):
             rounds = -(-groups // (t * c))
             if not min(least, lanes) <= t * c <= lanes or (c > 1 and t < 32):
                 continue
@@ -64,12 +64,13 @@ def first_round(hidden_size: int, rows: int, op: str, sm: int) -> Iterator[RowTi
                 continue
             if few and rounds > 4 and hidden_size < 32768:
                 continue
-            for n in dict.fromkeys((t, 64 if hidden_size <= 512 else t, 128, 256, min(2 * t, 512))) if c == 1 else (t,):
+            several = (t, *((32, 64) if narrow else ()), 128, 256, min(2 * t, 512))
+            for n in dict.fromkeys(several) if c == 1 else (t,):
                 if n >= max(t, 32) and (t <= 32 or n // t <= 8) and not (few and n > max(t, 128)):
                     yield RowTile(hidden_size, 8, t, n, c, early_weights=rounds * weights <= 4)
                     if weights > 1 and not few and rounds > 1:
                         yield RowTile(hidden_size, 8, t, n, c, early_weights=False, batch=1)
-                    if weights > 1 and not few and c == 1 and n <= 512 and needs(op).grouped:
+                    if weights > 1 and not few and c == 1 and n <= (64 if narrow else 512) and needs(op).grouped:
                         for abreast in (a for a in (2, 4) if a * rounds * 8 * held <= 256):  # half of the registers
                             for batch, ahead in ((1, False), (3, False), (1, True)):
                                 how = {"early_weights": False, "batch": batch, "abreast": abreast, "ahead": ahead}
@@ -337,7 +338,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", default="tune_cute.jsonl")
     parser.add_argument("--budget", type=float, default=230.0, help="seconds, compiling included")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--limit", type=int, default=60, help="tiles a shape at most, in the first round")
+    parser.add_argument("--limit", type=int, default=80, help="tiles a shape at most, in the first round")
     parser.add_argument(
         "--like", default="", help="beside the chosen tile, those described by one of these texts alone"
     )
