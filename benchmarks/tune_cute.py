@@ -40,6 +40,7 @@ SHAPES = (
     "1x4096,8x4096,64x4096,64x8192,128x7168,512x4096,1024x8192,4096x4096,16384x4096,4096x32768,8192x16384,"
     "4096x65536,32768x128,262144x128,2048x131072,16384x5120,32768x8192,1x65536,4096x1024"
 )
+ABREAST: tuple[dict, ...] = ({}, {"batch": 3}, {"ahead": True}, {"ahead": True, "alternate": True})  # ways with vectors
 
 
 # ------------------------------------------------------------------ candidates
@@ -72,9 +73,9 @@ def first_round(hidden_size: int, rows: int, op: str, sm: int) -> Iterator[RowTi
                         yield RowTile(hidden_size, 8, t, n, c, early_weights=False, batch=1)
                     if weights > 1 and not few and c == 1 and n <= (64 if narrow else 512) and needs(op).grouped:
                         for abreast in (a for a in (2, 4) if a * rounds * 8 * held <= 256):  # half of the registers
-                            for batch, ahead in ((1, False), (3, False), (1, True)):
-                                how = {"early_weights": False, "batch": batch, "abreast": abreast, "ahead": ahead}
-                                yield RowTile(hidden_size, 8, t, n, **how)
+                            late = RowTile(hidden_size, 8, t, n, early_weights=False, batch=1, abreast=abreast)
+                            for how in ABREAST:
+                                yield dataclasses.replace(late, **how)
     if hidden_size >= 32768:
         for c in (1, 2, 4, 8)[: 4 if plans.has_clusters(sm) else 1]:
             for t in (128, 256, 512, 1024):
@@ -109,7 +110,7 @@ def second_round(best: RowTile, few: bool) -> Iterator[RowTile]:
         yield change(best, staged=True, hold="shared", signal_early=True)
     if not best.early_weights:
         if not few and best.hold == "registers":
-            yield change(best, ahead=not best.ahead)
+            yield from (change(best, ahead=not best.ahead), change(best, alternate=not best.alternate))
             yield from (change(best, stay=True), change(best, stay=True, streaming=True))
         for batch in (1, 2, 3, 8, 16):
             yield change(best, batch=batch)
@@ -121,7 +122,7 @@ def describe(tile: RowTile) -> str:
     flags = [f for f in ("staged", "early_weights", "signal_early", "streaming") if getattr(tile, f)]
     flags += [f"prefetch-{tile.prefetch}"] if tile.prefetch != "none" else []
     flags += [f"{f}-{n}" for f in ("turns", "abreast") if (n := getattr(tile, f)) > 1]
-    flags += [f for f in ("ahead", "stay", "mailbox") if getattr(tile, f)]
+    flags += [f for f in ("ahead", "stay", "alternate", "mailbox") if getattr(tile, f)]
     return f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} {tile.hold} b{tile.batch} {' '.join(flags)}"
 
 
