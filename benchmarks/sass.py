@@ -128,7 +128,7 @@ def of_cute(op: str, rows: int, hidden_size: int, arch: str, folder: Path) -> tu
         compile_variant(variant, arch, plans=((None, tile),), inspect=True).cubin or b""
     )
     (lines,) = functions(folder / "kernel.cubin").values()
-    return count(lines), tile.rounds * tile.turns * GROUP, describe(tile)
+    return count(lines), tile.rounds * tile.turns * tile.abreast * GROUP, describe(tile)
 
 
 def of_cuda(op: str, arch: str, folder: Path) -> dict[str, Count]:

@@ -1,9 +1,8 @@
 """Finds launch plans for the CuTe route: `python -m benchmarks.tune_cute`, from the project's root, on the GPU.
 
-    python -m benchmarks.tune_cute --budget 230 --json tune.jsonl
     python -m benchmarks.tune_cute --ops ln,quant --shapes 16384x7168,64x4096
+    python -m benchmarks.tune_cute --ops ln --shapes 8192x16384 --like 256/256x1    # those of 256 threads
     python -m benchmarks.tune_cute --check-only --ops ln,blocks,token --limit 1     # the chosen tiles, bit for bit
-    python -m benchmarks.tune_cute --compile-only --shapes 1x4096,4096x65536 --limit 3      # needs no GPU
 
 For every operation of `tune_cases.py` and shape of the table: each candidate tile is compiled (in worker processes),
 its results are compared bit for bit with `flashnorm.model`, and it is timed as `measure.py` says, in CUDA graphs over
@@ -41,6 +40,7 @@ SHAPES = (
     "1x4096,8x4096,64x4096,64x8192,128x7168,512x4096,1024x8192,4096x4096,16384x4096,4096x32768,8192x16384,"
     "4096x65536,32768x128,262144x128,2048x131072,16384x5120,32768x8192,1x65536,4096x1024"
 )
+ABREAST: tuple[dict, ...] = ({}, {"batch": 3}, {"ahead": True}, {"ahead": True, "alternate": True})  # ways with vectors
 
 
 # ------------------------------------------------------------------ candidates
@@ -53,26 +53,29 @@ def first_round(hidden_size: int, rows: int, op: str, sm: int) -> Iterator[RowTi
     """Tiles that differ in threads, rows per CTA and cluster."""
     lanes, groups = tiles.lanes(hidden_size), -(-hidden_size // 8)
     held, weights, least = needs(op).held, max(1, needs(op).vectors), needs(op).least
-    few = rows <= 256
+    few, narrow = rows <= 256, hidden_size <= 512
     for c in (1, 2, 4, 8):
         if c > 1 and not (plans.has_clusters(sm) and (hidden_size >= 16384 or (few and hidden_size >= 4096))):
             continue
-        for t in (*((2, 4) if hidden_size <= 512 else ()), 8, 16, 32, 64, 128, 256, 512, 1024):
+        for t in (*((2, 4) if narrow else ()), 8, 16, 32, 64, 128, 256, 512, 1024):
             rounds = -(-groups // (t * c))
-            if (
-                not min(least, lanes) <= t * c <= lanes
-                or (c > 1 and t < 32)
-                or rounds * 8 * held > 384
-                or rounds * 8 * held * t > 131072
-            ):
+            if not min(least, lanes) <= t * c <= lanes or (c > 1 and t < 32):
+                continue
+            if rounds * 8 * held > min(384, 131072 // t):
                 continue
             if few and rounds > 4 and hidden_size < 32768:
                 continue
-            for n in dict.fromkeys((t, 128, 256, min(2 * t, 512))) if c == 1 else (t,):
+            several = (t, *((32, 64) if narrow else ()), 128, 256, min(2 * t, 512))
+            for n in dict.fromkeys(several) if c == 1 else (t,):
                 if n >= max(t, 32) and (t <= 32 or n // t <= 8) and not (few and n > max(t, 128)):
                     yield RowTile(hidden_size, 8, t, n, c, early_weights=rounds * weights <= 4)
                     if weights > 1 and not few and rounds > 1:
                         yield RowTile(hidden_size, 8, t, n, c, early_weights=False, batch=1)
+                    if weights > 1 and not few and c == 1 and n <= (64 if narrow else 512) and needs(op).grouped:
+                        for abreast in (a for a in (2, 4) if a * rounds * 8 * held <= 256):  # half of the registers
+                            late = RowTile(hidden_size, 8, t, n, early_weights=False, batch=1, abreast=abreast)
+                            for how in ABREAST:
+                                yield dataclasses.replace(late, **how)
     if hidden_size >= 32768:
         for c in (1, 2, 4, 8)[: 4 if plans.has_clusters(sm) else 1]:
             for t in (128, 256, 512, 1024):
@@ -101,11 +104,14 @@ def second_round(best: RowTile, few: bool) -> Iterator[RowTile]:
         for turns in {1, 2, 4} - {best.turns}:
             yield change(best, turns=turns)
             yield change(best, turns=turns, early_weights=not best.early_weights)
-    if best.hold == "registers" and not few and best.turns == 1:
+    if best.hold == "registers" and not few and best.turns == best.abreast == 1:
         yield change(best, staged=True)
         yield change(best, staged=True, hold="shared")
         yield change(best, staged=True, hold="shared", signal_early=True)
     if not best.early_weights:
+        if not few and best.hold == "registers":
+            yield from (change(best, ahead=not best.ahead), change(best, alternate=not best.alternate))
+            yield from (change(best, stay=True), change(best, stay=True, streaming=True))
         for batch in (1, 2, 3, 8, 16):
             yield change(best, batch=batch)
             if batch <= 3 and not few:
@@ -115,8 +121,8 @@ def second_round(best: RowTile, few: bool) -> Iterator[RowTile]:
 def describe(tile: RowTile) -> str:
     flags = [f for f in ("staged", "early_weights", "signal_early", "streaming") if getattr(tile, f)]
     flags += [f"prefetch-{tile.prefetch}"] if tile.prefetch != "none" else []
-    flags += [f"turns-{tile.turns}"] if tile.turns > 1 else []
-    flags += ["mailbox"] if tile.mailbox else []
+    flags += [f"{f}-{n}" for f in ("turns", "abreast") if (n := getattr(tile, f)) > 1]
+    flags += [f for f in ("ahead", "stay", "alternate", "mailbox") if getattr(tile, f)]
     return f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} {tile.hold} b{tile.batch} {' '.join(flags)}"
 
 
@@ -302,7 +308,7 @@ def tune_shape(run: Run, op: str, rows: int, hidden_size: int, flush: torch.Tens
     mul = times.pop("mul")
     ranked = sorted(times, key=times.get)  # type: ignore[arg-type]
     more: dict[RowTile, None] = {}
-    for tile in ranked[:2]:
+    for tile in ranked[: 0 if run.options.first else 2]:
         more.update(dict.fromkeys(t for t in second_round(tile, rows <= 256) if t not in times))
     legal = [t for t in more if t.shared_bytes(needs(op)) <= tiles.shared_limit(run.sm)]
     run.compile(op, legal)
@@ -320,7 +326,9 @@ def tune_shape(run: Run, op: str, rows: int, hidden_size: int, flush: torch.Tens
 def candidates_of(run: Run, op: str, rows: int, hidden_size: int) -> list[RowTile]:
     table = plans.plans(hidden_size, 8, needs(op), run.sm)
     chosen = next(t for limit, t in table if limit is None or rows <= limit)
-    return list(dict.fromkeys([chosen, *first_round(hidden_size, rows, op, run.sm)]))[: run.options.limit]
+    like, found = run.options.like.split(","), first_round(hidden_size, rows, op, run.sm)
+    asked = [t for t in found if any(part in describe(t) for part in like)]
+    return list(dict.fromkeys([chosen, *asked]))[: run.options.limit]
 
 
 def parse() -> argparse.Namespace:
@@ -331,7 +339,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", default="tune_cute.jsonl")
     parser.add_argument("--budget", type=float, default=230.0, help="seconds, compiling included")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--limit", type=int, default=60, help="tiles a shape at most, in the first round")
+    parser.add_argument("--limit", type=int, default=80, help="tiles a shape at most, in the first round")
+    parser.add_argument(
+        "--like", default="", help="beside the chosen tile, those described by one of these texts alone"
+    )
+    parser.add_argument("--first", action="store_true", help="no second round")
     parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 1)))
     parser.add_argument("--check-only", action="store_true", help="compile and check the first round, time nothing")
     parser.add_argument("--compile-only", action="store_true", help="compile the first round; needs no GPU")

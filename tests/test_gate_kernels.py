@@ -189,3 +189,17 @@ def test_cute_rows_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
     monkeypatch.setattr(cute_launch, "SCALARS", {**cute_launch.SCALARS, **SCALARS})
     Launch(*GATED[name], 128, RowTile(128, 8, 16, 128, 1, turns=4), rows=27).check()
+
+
+@pytest.mark.parametrize("early", (True, False))
+@pytest.mark.parametrize("name", GATED)
+def test_cute_rows_abreast(name: str, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass")
+    monkeypatch.setattr(cute_launch, "SCALARS", {**cute_launch.SCALARS, **SCALARS})
+    tile = RowTile(576, 8, 64, 64, early_weights=early, batch=2, abreast=2)
+    launch = Launch(*GATED[name], 576, tile, rows=5, pad=1)
+    if isinstance(launch.program.store, NextNorm):  # which needs the whole row once more
+        with pytest.raises(ValueError, match="group by group"):
+            launch.check()
+    else:
+        launch.check()

@@ -1,6 +1,7 @@
 """Launch plans of the CuTe route: their invariants."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -52,10 +53,11 @@ def test_plans_are_legal_everywhere(hidden_size, vec):
                 assert tile.shared_bytes(needs) <= tiles.shared_limit(sm)
                 assert tile.cluster_n == 1 or plans.has_clusters(sm)
                 assert not tile.staged or vec * min(needs.loaded) >= 4
+                assert tile.abreast == 1 or (needs.grouped and len(needs.loaded) == 1)
                 assert tile.cluster_n <= 8, "more needs a launch attribute"
                 assert tile.threads >= min(needs.least, tiles.lanes(hidden_size)), "a block belongs to neighbours"
                 if tile.hold == "registers":
-                    held_registers = tile.rounds * 8 * needs.held // 4
+                    held_registers = tile.abreast * tile.rounds * 8 * needs.held // 4
                     assert held_registers <= (65536 // tile.num_threads) // 2
 
 
@@ -88,6 +90,10 @@ def test_every_group_and_lane_has_one_owner(hidden_size):
         ({"hold": "shared"}, "staging"),
         ({"threads_per_row": 64, "num_threads": 1024}, "named barriers"),
         ({"turns": 2}, "take turns"),
+        ({"abreast": 0}, "abreast must be"),
+        ({"abreast": 2, "hold": "global"}, "rows abreast"),
+        ({"abreast": 2, "staged": True}, "rows abreast"),
+        ({"abreast": 2, "num_threads": 128, "cluster_n": 2}, "rows abreast"),
     ],
 )
 def test_bad_tiles_are_refused(change, text):
@@ -103,9 +109,24 @@ def test_what_programs_need():
     assert needs(picked, "int8", "int64", "float32", "bfloat16") == Needs((1,), 2, vectors=0, heavy=True)
     layer = RowProgram(AddResidual(), MeanVar(), (AffineBias(), Round()), codes)
     dtypes = ("bfloat16", "float32", "float32", "float32", "int8", "float32")
-    assert needs(layer, *dtypes) == Needs((2, 4), 4, vectors=2, exchanges=4, heavy=True, narrow=True, least=0)
+    assert needs(layer, *dtypes) == Needs(
+        (2, 4), 4, vectors=2, exchanges=4, heavy=True, narrow=True, least=0, grouped=False
+    )
     rounded = RowProgram(AddResidual(rounded=True), Rms(), (Affine(),), Cast())
     assert needs(rounded, "bfloat16", "bfloat16", "bfloat16", "bfloat16") == Needs((2, 2), 2)
+
+
+def test_rows_abreast():
+    """Many rows of LayerNorm, where weight and bias in fp32 are four times the row; not where stores need all of it."""
+    layer, codes = RowProgram(LoadRow(), MeanVar(), (AffineBias(),), Cast()), QuantBlocks(0, 1e-10)
+    one = needs(layer, "bfloat16", "float32", "float32", "bfloat16")
+    whole = needs(replace(layer, store=codes), "bfloat16", "float32", "float32", "float8_e4m3fn", "float32")
+    added = needs(replace(layer, load=AddResidual()), "bfloat16", "bfloat16", "float32", "float32", "bfloat16")
+    for rows, hidden_size in ((8192, 16384), (8192, 12288), (262144, 128)):
+        assert plans.pick(hidden_size, 8, one, 90, rows).abreast == 2
+        assert plans.pick(hidden_size, 8, whole, 90, rows).abreast == 1
+        assert plans.pick(hidden_size, 8, added, 90, rows).abreast == 1
+    assert plans.pick(16384, 8, one, 90, 256).abreast == 1
 
 
 def needs(program, *dtypes):

@@ -11,6 +11,7 @@ from flashnorm.kernels import codec4
 from flashnorm.kernels.codec import encode, pack
 from flashnorm.kernels.codec4 import LARGEST_E2M1, unit
 from flashnorm.kernels.fp import constant, div_rn, max_nan, min_nan, mul_rn, rcp_rn
+from flashnorm.kernels.groups import GroupStore
 from flashnorm.kernels.memory import GROUP, warp_barrier
 from flashnorm.kernels.reduce import butterfly, largest, row_max
 from flashnorm.kernels.scales import (
@@ -35,7 +36,7 @@ FLT_MAX = (2 - 2**-23) * 2.0**127
 PACKED = 4  # bytes of an int32
 
 
-class BlockStore:
+class BlockStore(GroupStore):
     """A store that goes over a row by blocks, and finds a scale for each.
 
     Subclasses say what `_scale(amax)` makes of a block's largest |y|: (what is stored, what `_codes` needs, masks for
@@ -47,31 +48,32 @@ class BlockStore:
         self.pairs = next(o.kind for o in stage.operands() if o.name == "out") == "pairs"
         self.scales = [o for o in stage.operands() if o.kind in SCALES]
 
-    def __call__(self, row, stats):
-        self._by_block(row, stats)
-        self._clear_columns()
-
     def _scale(self, amax):
         raise NotImplementedError
 
     def _codes(self, y, how):
         raise NotImplementedError
 
-    def _by_block(self, row, stats):
+    def begin(self):
         k, groups = self.k, self.stage.block // GROUP
-        threads = min(groups, k.tile.threads)
-        if threads < groups and k.tile.rounds > 1:
+        self.threads = min(groups, k.tile.threads)
+        if self.threads < groups and k.tile.rounds > 1:
             raise ValueError(f"a block of {self.stage.block} needs {groups} threads a row: {k.tile}")
-        first = ((k.thread & Int32(threads - 1)) == Int32(0)).to(Int32)
-        for j, y in row.outputs(stats):
-            # Of whole blocks a thread has what its neighbours have: elements, or nothing that is stored.
-            amax = butterfly(largest(y if self.stage.whole else row.present(j, y)), threads, max_nan)
-            scale, how, some = self._scale(amax)
-            self._store(j, y, how, some)
-            there = k.has_group(j)
-            mine = first if there is None else first & there
-            for operand in self.scales:
-                k.store_block(operand.name, k.thread // Int32(groups), scale, mine, j * k.tile.threads // groups)
+        self.first = ((k.thread & Int32(self.threads - 1)) == Int32(0)).to(Int32)
+
+    def group(self, j, y):
+        k, groups = self.k, self.stage.block // GROUP
+        # Of whole blocks a thread has what its neighbours have: elements, or nothing that is stored.
+        amax = butterfly(largest(y if self.stage.whole else k.present(j, y)), self.threads, max_nan)
+        scale, how, some = self._scale(amax)
+        self._store(j, y, how, some)
+        there = k.has_group(j)
+        mine = self.first if there is None else self.first & there
+        for operand in self.scales:
+            k.store_block(operand.name, k.thread // Int32(groups), scale, mine, j * k.tile.threads // groups)
+
+    def end(self):
+        self._clear_columns()
 
     def _store(self, j, y, how, some):
         codes = self._codes(y, how)
@@ -105,10 +107,11 @@ class QuantBlocksStore(BlockStore):
         self.cap = k.load_one("scale_ub") if stage.cap == "device" else scalars.get("scale_ub_value")
 
     def __call__(self, row, stats):
-        if self.stage.block:
-            self._by_block(row, stats)
-        else:
-            self._by_row(row, stats)
+        """A row that is one block: its scale needs all of it, so it is no store of groups."""
+        self._by_row(row, stats)
+        self.end()
+
+    def end(self):
         if self.stage.packed:  # bytes of an int32 that no block has
             hidden_size = self.k.tile.hidden_size
             self._clear(self.scales[0], self.stage.blocks(hidden_size), self.stage.columns(hidden_size) * PACKED)

@@ -5,11 +5,12 @@ groups by round: round j of thread t is group t + j * T of the row. All loops ov
 """
 
 from copy import copy
+from typing import Any
 
 from cutlass import Int32, Int64
 from cutlass._mlir.dialects import cute as cute_ir
 
-from flashnorm.kernels import memory
+from flashnorm.kernels import halves, memory
 from flashnorm.kernels.codec import HALVES, unpack, unpack_by
 from flashnorm.kernels.fp import constant, hide, keep
 from flashnorm.kernels.tile import SLOT, WIDTH, needs_of
@@ -49,18 +50,19 @@ class Frame:
         thread: the thread's number among all that share the row (over the whole cluster).
         pool_ok: whether the row's index lies in the pool (int32), or None where rows are not picked.
         held: what a load stage keeps for the later passes, by round (hold="registers").
+        lead: the frame of the row that loads vectors for this one, too, where rows are abreast.
         native_fp4: the target has conversions to e2m1.
         scalars: the launch's fp32 values by name.
         mailboxes: shared address of those that exchanges over a cluster arrive in, if they do.
     """
 
     native_fp4 = False
+    lead: Any = None
 
     def __init__(self, tile, variant, sm, tensors, tid, bid, shared_base, needs=None):
         self.tile, self.variant, self.sm, self.tensors, self.tid = tile, variant, sm, tensors, tid
         self.operands = {o.name: o for o in variant.program.operands()}
-        self.held: dict = {}
-        self.scalars: dict = {}
+        self.held, self.scalars, self.halves = {}, {}, {}
         self.stage_names: tuple = ()
         self.pool_row, self.pool_ok = None, None
         self._raw, self._bases, self._masks = {}, {}, {}
@@ -73,7 +75,8 @@ class Frame:
         if needs is None:
             needs = needs_of(variant)
             self.tight = needs.narrow or needs.dense
-        self._exchange_base = shared_base + self.row_in_cta * Int32(needs.exchanges * tile.blocks * 4)
+        room = tile.abreast * needs.exchanges * tile.blocks * 4
+        self._exchange_base = shared_base + self.row_in_cta * Int32(room)
         self.stage_base = shared_base + Int32(tile.exchange_bytes(needs)) + tid * Int32(SLOT)
         self.mailboxes, self.mailbox_count = shared_base, 0
         if tile.mailbox:
@@ -83,30 +86,32 @@ class Frame:
         self.coords: tuple = ()
         self._place_row(0)
 
-    def following(self, turn):
-        """The view of the row that the same threads work on in a later turn; what is not its own stays loaded."""
+    def following(self, number, lead=None):
+        """The view of the same threads' row `number` rows later, in turn or abreast of `lead`; vectors stay loaded."""
         other = copy(self)
-        other.held, other._passes = {}, 0
-        ours = {o.name for o in self.operands.values() if o.kind in ("vec", "scalar")} - self.by_row
-        other._bases = {name: base for name, base in self._bases.items() if name in ours}
-        other._raw = {(name, j): raw for (name, j), raw in self._raw.items() if name in ours}
-        other._place_row(turn)
+        other.held, other._passes, other.lead = {}, 0, lead
+        other._bases = {name: base for name, base in self._bases.items() if name in self.common}
+        other._raw = {(name, j): raw for (name, j), raw in self._raw.items() if name in self.common}
+        other._place_row(self.number + number)
         return other
 
-    def _place_row(self, turn):
+    def shares(self, name):
+        """Whether an operand is loaded by the lead."""
+        return self.lead is not None and name in self.common
+
+    def _place_row(self, number):
         """Threads past the last row repeat it for loads, and store nothing; see also `clear_padding`."""
-        self.by_row = {
-            o.name
-            for o in self.operands.values()
-            if o.kind in ("row", "pairs", "per_row") or o.name in self.variant.row_vecs
-        }
+        kinds = ("row", "pairs", "per_row")
+        self.by_row = {o for o, v in self.operands.items() if v.kind in kinds or o in self.variant.row_vecs}
+        self.number = number
+        self.common = {o.name for o in self.operands.values() if o.kind in ("vec", "scalar")} - self.by_row
         tensor = next(self.tensors[o.name] for o in self.operands.values() if o.kind == "row")
         plain = self.variant.row_rank == 1
         self._count = row_count(tensor, self.variant.row_rank)
         self.next_pass()
         self.row, self.row_ok = Int64(self.cta) * Int64(self.tile.all_rows) + Int64(self.row_in_cta), None
-        if turn:
-            self.row = self.row + Int64(turn * self.tile.rows)
+        if number:
+            self.row = self.row + Int64(number * self.tile.rows)
         row = self.row
         self.padded = pads(self.variant.program)
         several = self.tile.all_rows > 1
@@ -273,12 +278,14 @@ class Frame:
         """Issue the loads of some rounds; `raw` hands them out."""
         dtype = self.variant.dtype(name)
         for j in rounds:
-            guard = self.guard(j, self._readable(name))
+            how = self.guard(j, self._readable(name))
             shared = self.operands[name].kind == "vec" and name not in self.by_row
-            streaming = self.tile.streaming and not shared and self.tile.hold != "global"
-            self._raw[name, j] = memory.load_group(
-                self._address(name, j), dtype, self.tile.vec, **guard, streaming=streaming
-            )
+            how["streaming"] = self.tile.streaming and not shared and self.tile.hold != "global"
+            how["stay"] = self.tile.stay and shared
+            if halves.alternates(self, name):
+                self._raw[name, j] = halves.load(self, name, j, how["full"], how["stay"])
+                continue
+            self._raw[name, j] = memory.load_group(self._address(name, j), dtype, self.tile.vec, **how)
 
     def load_one(self, name):
         """The value of an operand without a hidden dimension: fp32 of a float, a raw int64 of an integer."""
@@ -291,11 +298,12 @@ class Frame:
         if name in self.stage_names:
             slot, plane = self._slot(name, j)
             return memory.read_slot(slot, plane, self.variant.dtype(name))
-        return self._raw[name, j]
+        return self.lead.raw(name, j) if self.shares(name) else self._raw[name, j]
 
     def values(self, name, j):
         """fp32 values of round j."""
-        return unpack(self.raw(name, j), self.variant.dtype(name))
+        values = unpack(self.raw(name, j), self.variant.dtype(name))
+        return halves.ordered(self, values) if halves.alternates(self, name) else values
 
     def next_pass(self):
         """Give the next pass over what is held a zero of its own, made of M, so that only the launch knows it."""

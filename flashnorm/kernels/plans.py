@@ -37,8 +37,11 @@ class Shape:
     shared: bool = False  # the row waits in shared memory where registers would hold it too
     late_residual: bool = False
     turns: int = 1
+    abreast: int = 1
+    ahead: bool = False  # of the vectors, where rows are abreast
     mailbox: bool = False
     batch: int = 0  # rounds whose vectors are loaded together; 0: as many as registers allow
+    apart: Shape | None = None  # in place of this one where rows cannot be abreast, or two operands are loaded by rows
     two: Shape | None = None  # in place of this one where two operands are loaded by rows
     mean: Shape | None = None  # in place of this one for LayerNorm's three sums and two vectors
     narrow: Shape | None = None  # in place of this one where results take a byte an element
@@ -58,15 +61,22 @@ def _thin(threads: int, batch: int = 0, shared: bool = False) -> Shape:
     return Shape(threads, threads, early_weights=False, signal_early=True, shared=shared, batch=batch)
 
 
+# Beyond them two rows abreast (8192 x 16384: 126 registers, so two CTAs and as many rows on an SM as one by one): half
+# the loads of vectors, half the barriers, and a batch under way while sums cross the row. Not measured yet.
+_ABREAST = replace(_thin(256, 1), abreast=2, ahead=True, apart=_thin(256, 1))
+
 # Two rows of up to 8192 in a CTA find the vectors in L1 (16384 x 7168: 118.8 us, 121.2 with a row; not so in CUDA).
 _PAIRS = Shape(128, 256, early_weights=False, batch=1)
 
 # Where a row is a few groups, its three sums cost as many instructions as its elements: four rows in turn share the
-# vectors in registers (32768 x 128: 6.2 us, 7.5 with one row and late vectors; two rows on 8 threads in half of the
-# registers 5.7, but that spills). Beyond what runs at once that is as fast as memory goes, and fewer threads are better
-# (262144 x 128: 35.0 us on 4, 35.1 on 8 with four rows in turn).
+# vectors in registers (32768 x 128: 6.2 us, 7.5 with one row and late vectors). Beyond what runs at once that is as
+# fast as memory goes, and fewer threads are better (262144 x 128: 35.0 us on 4, 35.1 on 8 with four rows in turn).
+# Two rows abreast on 8 threads take 64 registers and 14.7 instructions an element for 17.0, and a row's loads are whole
+# lines; not measured yet.
 _NARROW_MEAN = Shape(16, 128, turns=4)
-_MANY_NARROW_MEAN = Shape(4, 64, early_weights=False, batch=4)
+_MANY_NARROW_MEAN = Shape(
+    8, 64, early_weights=False, batch=1, abreast=2, apart=Shape(4, 64, early_weights=False, batch=4)
+)
 
 
 # The classes of M, by their largest M, and for each the tile by the size of a row: the largest number of 16-bit
@@ -111,7 +121,7 @@ _WIDE: tuple[tuple[int, Shape], ...] = (
         Shape(
             512,
             512,
-            mean=_thin(256, 1),
+            mean=_ABREAST,
             narrow=Shape(256, 256, early_weights=False, two=Shape(512, 512)),
         ),
     ),
@@ -272,6 +282,7 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
     elif shape.narrow is not None and needs.narrow:
         shape = shape.narrow
     shape = shape.two if shape.two is not None and len(loaded) > 1 else shape
+    shape = shape.apart if shape.apart is not None and not (needs.grouped and len(loaded) == 1) else shape
     if needs.dense and rows > 3072:
         shape = _dense(shape, hidden_size, held, rows > 98304, needs.narrow)
     cluster = min(shape.cluster, max(1, lanes(hidden_size) // WARP))
@@ -286,6 +297,8 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
         early = tile.early_weights and _weights_fit(tile, held, vectors)
         turns = shape.turns if tile.threads <= WARP else 1
         batch = 4 if early else shape.batch or _batch(tile, 0, vectors)
+        abreast = shape.abreast if _registers_suffice(tile, held * shape.abreast) else 1
+        tile = replace(tile, abreast=abreast, ahead=shape.ahead and abreast > 1)
         return replace(tile, early_weights=early, batch=batch, turns=turns)
     early = shape.shared and tile.early_weights and _weights_fit(tile, 0, vectors)
     one_row = replace(tile, num_threads=threads, streaming=False)

@@ -10,6 +10,7 @@ Everything a launch plan decides (threads, cluster, staging, what is held where)
 of M, and host code picks among them: bits do not depend on the tile, so M may.
 """
 
+from contextlib import suppress
 from itertools import islice
 
 import cutlass
@@ -68,6 +69,7 @@ class Row:
         self.load = LOADS[type(program.load)](k, program.load)
         mine = [o for stage in program.maps for o in stage.operands()]
         rows, vecs = ([o.name for o in mine if o.kind == kind] for kind in ("row", "vec"))
+        vecs = [name for name in vecs if not k.shares(name)]
         lanes = tile.lanes_per_thread
         self.order = [j for lane in range(lanes) for j in range(lane, tile.rounds, lanes)]
         if tile.staged:
@@ -79,10 +81,11 @@ class Row:
         # Vectors that h is made of are read wherever h is: once where it waits in registers.
         if tile.hold == "registers":
             for name in self.load.vecs:
-                k.load(name, range(tile.rounds))
+                if not k.shares(name):
+                    k.load(name, range(tile.rounds))
         if tile.early_weights:
             for name in (*vecs, *vecs_of(program.store)):
-                if not k.has(name):
+                if not (k.has(name) or k.shares(name)):
                     k.load(name, range(tile.rounds))
         again = self.load.vecs if tile.hold != "registers" else ()
         self.rereads = (*self.load.names, *again) if tile.hold == "global" else again
@@ -93,14 +96,15 @@ class Row:
         self.incoming = self._first_pass()
 
     def turns(self, rounds, names):
-        return Turns(self.k, rounds, names, self.k.tile.batch, ahead=self.k.tile.hold != "registers")
+        tile = self.k.tile
+        return Turns(self.k, rounds, names, tile.batch, ahead=tile.ahead or tile.hold != "registers")
 
     def _first_pass(self):
         turns = iter(self.turns(self.order, self.rereads))
         return turns if not self.k.tile.staged else (j for j, _ in zip(self.k.arrivals(self.order), turns, strict=True))
 
-    def sums(self, term, squares):
-        """Canonical sums over the row, taken in one pass.
+    def lane_sums(self, term, squares):
+        """This thread's lane sums of the row, taken in one pass: of each sum a list.
 
         Args:
             term: (round, h of a group) -> the 8 values of it that are summed.
@@ -128,8 +132,12 @@ class Row:
                 done.append(one.total())
         if again:
             self.k.next_pass()
+        return lane_sums
+
+    def corrected(self, totals):
+        """The sums of the row, NaN where it was picked by an index that is none."""
         neutral = self.load.neutral
-        return [total if neutral is None else add_rn(total, neutral) for total in row_sums(self.k, lane_sums)]
+        return totals if neutral is None else [add_rn(total, neutral) for total in totals]
 
     def outputs(self, stats, last=True):
         """(round, y) over the row; `last` where no other pass follows."""
@@ -146,31 +154,59 @@ class Row:
 
 
 class Work:
-    """The program on one row: made, its loads are under way; `finish` does the rest."""
+    """The program on one row: made, its loads are under way."""
 
     def __init__(self, k, scalars):
-        self.k, self.program, self.scalars = k, k.variant.program, scalars
+        self.k, program = k, k.variant.program
         if k.padded:
             k.clear_padding()
         self.row = Row(k)
-        self.store = STORES[type(self.program.store)](k, self.program.store, scalars)
+        self.store = STORES[type(program.store)](k, program.store, scalars)
+        self.stats = STATS[type(program.stats)]()
+        self.passes = self.stats.passes(self.row, scalars)
 
-    def finish(self):
-        stats = STATS[type(self.program.stats)](self.row, self.scalars)
-        for save in self.program.saves:
-            SAVES[type(save)](self.k, save, stats)
-        self.store(self.row, stats)
+
+def begin(k, scalars):
+    """Rows abreast, the first of them that of `k`."""
+    return [Work(k.following(i, lead=k) if i else k, scalars) for i in range(k.tile.abreast)]
+
+
+def finish(works):
+    """Sums and stores of rows abreast: one exchange a pass for all, and each batch of vectors serves all."""
+    k = works[0].k
+    asked = [next(work.passes) for work in works]
+    while asked:
+        totals = iter(row_sums(k, [sums for one in asked for sums in one]))
+        counts, asked = [len(one) for one in asked], []
+        for work, count in zip(works, counts, strict=True):
+            with suppress(StopIteration):
+                asked.append(work.passes.send(work.row.corrected(list(islice(totals, count)))))
+    for work in works:
+        for save in k.variant.program.saves:
+            SAVES[type(save)](work.k, save, work.stats)
+    if not needs_of(k.variant).grouped:
+        if len(works) > 1:
+            raise ValueError(f"rows abreast are stored group by group, which this program's are not: {k.tile}")
+        works[0].store(works[0].row, works[0].stats)
+        return
+    for work in works:
+        work.store.begin()
+    for groups in zip(*(work.row.outputs(work.stats) for work in works), strict=True):
+        for work, (j, y) in zip(works, groups, strict=True):
+            work.store.group(j, y)
+    for work in works:
+        work.store.end()
 
 
 def row_program(k, scalars):
-    """The four steps, traced for one thread: of one row, or of several in turn."""
+    """The four steps, traced for one thread: of one row, or of several in turn, or abreast."""
     k.scalars = scalars
-    work = Work(k, scalars)
+    works = begin(k, scalars)
     for turn in range(1, k.tile.turns):
-        following = Work(k.following(turn), scalars)
-        work.finish()
-        work = following
-    work.finish()
+        following = begin(k.following(turn * k.tile.abreast), scalars)
+        finish(works)
+        works = following
+    finish(works)
 
 
 class RowForward:

@@ -1,4 +1,7 @@
-"""Statistics stages: what the row's sums say about it."""
+"""Statistics stages: what the row's sums say about it.
+
+A stage yields the lane sums of each pass and is sent the row's; so rows abreast make each pass together.
+"""
 
 from flashnorm.kernels.fp import add_rn, constant, div_by_int, fma_rn, max_nan, mul_rn, rcp_rn, sqrt_rn, sub_rn
 from flashnorm.program import MeanVar, Rms
@@ -12,8 +15,8 @@ def inverse_root(v, eps):
 class RmsStats:
     """rstd = div(1, sqrt(add(div(sum(h*h), H), eps))); n = mul(h, rstd)."""
 
-    def __init__(self, row, scalars):
-        (total,) = row.sums(lambda j, h: h, squares=(True,))
+    def passes(self, row, scalars):
+        (total,) = yield row.lane_sums(lambda j, h: h, squares=(True,))
         self.rstd = inverse_root(div_by_int(total, row.hidden_size), scalars["eps"])
 
     def normalise(self, h):
@@ -26,10 +29,10 @@ class MeanVarStats:
     var = max(0, fma(-m2, m2, div(sum(d*d), H))); n = mul(sub(d, m2), rstd). Both sums of d are taken in one pass.
     """
 
-    def __init__(self, row, scalars):
-        (total,) = row.sums(lambda j, h: h, squares=(False,))
+    def passes(self, row, scalars):
+        (total,) = yield row.lane_sums(lambda j, h: h, squares=(False,))
         self.m1 = div_by_int(total, row.hidden_size)
-        total, squares = row.sums(lambda j, h: row.present(j, self.centre(h)), squares=(False, True))
+        total, squares = yield row.lane_sums(lambda j, h: row.present(j, self.centre(h)), squares=(False, True))
         self.m2 = div_by_int(total, row.hidden_size)
         minus = mul_rn(self.m2, constant(-1.0))
         var = max_nan(constant(0.0), fma_rn(minus, self.m2, div_by_int(squares, row.hidden_size)))
@@ -42,4 +45,4 @@ class MeanVarStats:
         return [mul_rn(sub_rn(d, self.m2), self.rstd) for d in self.centre(h)]
 
 
-STATS = {Rms: RmsStats, MeanVar: MeanVarStats}
+STATS: dict = {Rms: RmsStats, MeanVar: MeanVarStats}

@@ -1,26 +1,26 @@
 """Store and save stages. A store is made before the sums are known, so that what it loads is under way with the row;
-called with the row and its statistics it goes over the row once more, or twice."""
+given the groups of the row, or called with the row and its statistics, it goes over the row once more, or twice."""
 
 from flashnorm.kernels.blocks import QuantBlocksStore, QuantNvfp4Store
 from flashnorm.kernels.codec import encode, pack, unpack
 from flashnorm.kernels.fp import add_rn, div_by_int, mul_rn, rcp_rn
+from flashnorm.kernels.groups import GroupStore
 from flashnorm.kernels.reduce import LaneSum, row_sums
 from flashnorm.kernels.stats import inverse_root
 from flashnorm.program import Cast, NextNorm, QuantBlocks, QuantNvfp4, QuantTensor, SaveMeans, SaveRstd
 
 
-class CastStore:
+class CastStore(GroupStore):
     """One rounding to the destination's dtype."""
 
     def __init__(self, k, stage, scalars):
         self.k, self.dst = k, stage.dst
 
-    def __call__(self, row, stats):
-        for j, y in row.outputs(stats):
-            self.k.store(self.dst, j, pack(y, self.k.variant.dtype(self.dst)))
+    def group(self, j, y):
+        self.k.store(self.dst, j, pack(y, self.k.variant.dtype(self.dst)))
 
 
-class QuantTensorStore:
+class QuantTensorStore(GroupStore):
     """inv = div(1, scale); out = cast(mul(y, inv))."""
 
     def __init__(self, k, stage, scalars):
@@ -29,11 +29,11 @@ class QuantTensorStore:
         # A reciprocal takes its time, and early a register: few rows can spare that while they are under way.
         self.inverse = rcp_rn(self.scale) if k.tile.prefetch == "all" else None
 
-    def __call__(self, row, stats):
-        dtype = self.k.variant.dtype("out")
-        inverse = rcp_rn(self.scale) if self.inverse is None else self.inverse
-        for j, y in row.outputs(stats):
-            self.k.store("out", j, encode([mul_rn(v, inverse) for v in y], dtype, self.k.sm))
+    def begin(self):
+        self.inverse = rcp_rn(self.scale) if self.inverse is None else self.inverse
+
+    def group(self, j, y):
+        self.k.store("out", j, encode([mul_rn(v, self.inverse) for v in y], self.k.variant.dtype("out"), self.k.sm))
 
 
 class NextNormStore:

@@ -68,6 +68,7 @@ class Needs:
         narrow: results take a byte an element.
         dense: instructions are the limit, so that no thread should idle at the end of a row.
         least: threads that share a row at least, where it has as many groups: those of a block are neighbours.
+        grouped: a group is stored as soon as it is ready, so that rows may be abreast.
     """
 
     loaded: tuple[int, ...]
@@ -78,6 +79,7 @@ class Needs:
     narrow: bool = False
     dense: bool = False
     least: int = 1
+    grouped: bool = True
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,12 @@ class RowTile:
         batch: groups per thread loaded together where a row does not fit registers.
         turns: rows that a thread works on one after the other, each under way before the one in front is summed.
             Weights that are loaded early serve all of them.
+        abreast: rows that a thread works on at once: their sums cross warps together, and what it loads of a vector
+            serves all of them, whether it is loaded early or late.
+        ahead: what is loaded late is asked for a batch before it is used, the first one while the sums cross the row.
+            That takes a batch's registers; rows that wait elsewhere leave them, so there it is always so.
+        stay: vectors are marked to stay in L1 when rows pass through it.
+        alternate: four of eight neighbouring threads read the second half of an fp32 group first (`halves`).
         mailbox: what the CTAs of a cluster exchange arrives in mailboxes (memory.send_float), where each waits for its
             own alone, in place of the cluster's barrier.
     """
@@ -121,6 +129,10 @@ class RowTile:
     late_residual: bool = False
     batch: int = 4
     turns: int = 1
+    abreast: int = 1
+    ahead: bool = False
+    stay: bool = False
+    alternate: bool = False
     mailbox: bool = False
 
     def __post_init__(self) -> None:
@@ -141,6 +153,9 @@ class RowTile:
             "turns must be positive": self.turns >= 1,
             "rows that take turns are a warp's at most, in registers": self.turns == 1
             or (t * c <= WARP and self.hold == "registers" and not self.staged),
+            "abreast must be positive": self.abreast >= 1,
+            "rows abreast are of one CTA, in registers that they are loaded to": self.abreast == 1
+            or (c == 1 and self.hold == "registers" and not self.staged),
             "a mailbox is a cluster's": not self.mailbox or c > 1,
         }
         for text, holds in problems.items():
@@ -169,7 +184,7 @@ class RowTile:
     @property
     def all_rows(self) -> int:
         """Rows of one CTA, those of all turns."""
-        return self.rows * self.turns
+        return self.rows * self.abreast * self.turns
 
     @property
     def lanes_per_thread(self) -> int:
@@ -196,7 +211,7 @@ class RowTile:
 
     def exchange_bytes(self, needs: Needs) -> int:
         """Shared memory of what crosses warps, in whole slots, since staged rows come behind it."""
-        values = self.rows * self.blocks * needs.exchanges if self.exchange else 0
+        values = self.rows * self.abreast * self.blocks * needs.exchanges if self.exchange else 0
         return -(-4 * values // SLOT) * SLOT + (SLOT * needs.exchanges if self.mailbox else 0)
 
     def shared_bytes(self, needs: Needs) -> int:
@@ -257,4 +272,5 @@ def needs_of(variant: Variant) -> Needs:
         narrow=not isinstance(store, (Cast, NextNorm)),
         dense=acts or (isinstance(store, BlockScales) and 0 < store.block <= 32),
         least=store.block // GROUP if isinstance(store, BlockScales) else 1,
+        grouped=not (whole_row or again),
     )
