@@ -138,14 +138,15 @@ def test_layouts(units: dict[str, Emulated], pad: int) -> None:
     run(units["plain"], (5,), 100, pad=pad)
 
 
-# Of programs: heavy, layered, large, modulated, dense, rows abreast.
+# Of programs: heavy, layered, large, modulated, gated, dense, rows abreast.
 KINDS = (
-    *((heavy, layered, False, False, 0, 1) for heavy in (False, True) for layered in (False, True)),
-    *((heavy, True, True, True, 0, abreast) for heavy in (False, True) for abreast in (1, 2)),
-    *((True, False, False, False, dense, 1) for dense in (1, 2, 4)),
-    *((True, False, True, True, dense, 1) for dense in (2, 4)),
-    *((heavy, False, True, False, dense, 1) for heavy in (False, True) for dense in (0, 1)),
-    (True, True, False, False, 0, 2),
+    *((heavy, layered, False, False, False, 0, 1) for heavy in (False, True) for layered in (False, True)),
+    *((True, True, True, True, gated, 0, abreast) for gated in (False, True) for abreast in (1, 2)),
+    (False, True, True, True, True, 0, 1),
+    *((True, False, False, False, False, dense, 1) for dense in (1, 2, 4)),
+    *((True, False, True, True, True, dense, 1) for dense in (2, 4)),
+    *((heavy, False, True, False, False, dense, 1) for heavy in (False, True) for dense in (0, 1)),
+    (True, True, False, False, False, 0, 2),
 )
 
 
@@ -159,7 +160,7 @@ def test_no_plan_is_illegal(units: dict[str, Emulated]) -> None:
         total = min(1024, 1 << max(0, (-(-h // 8) - 1).bit_length()))
         widths_here = (8, 4, 1) if h % 8 == 0 else (1,)
         for width, kept, kind in itertools.product(widths_here, (2, 4), KINDS):
-            _, _, large, modulated, dense, most_abreast = kind
+            _, _, large, modulated, _, dense, most_abreast = kind
             if h % (8 * dense or 1):  # a block of scales is whole
                 continue
             if most_abreast > 1 and kept == 4 and not modulated:  # `rows_abreast` has none
@@ -167,7 +168,7 @@ def test_no_plan_is_illegal(units: dict[str, Emulated]) -> None:
             plan = [picked(sm, processors, memory, rows, h, width, kept, *kind, field) for field in range(6)]
             threads, cta_rows, cluster, lanes, groups, abreast = plan
             shape = f"sm {sm}, {rows} x {h}, width {width}, {kept} bytes"
-            where = f"{shape}, heavy, layered, large, modulated, dense, abreast {kind}: {plan}"
+            where = f"{shape}, heavy, layered, large, modulated, gated, dense, abreast {kind}: {plan}"
             assert threads * cta_rows % 32 == 0 and threads * cta_rows <= 1024, where
             assert cluster == 1 or (sm >= 90 and cta_rows == 1 and threads >= 32), where
             held = threads * cluster * max(1, lanes)

@@ -49,8 +49,12 @@ FN_HOST_DEVICE float divisor(float y) {
   return fp::add(fp::fma(e, v, e), 1.0f);
 }
 
-// y / d for a d whose inverse is a normal number.
-FN_HOST_DEVICE float quotient(float y, float d) { return fp::mul(y, fp::approximate_reciprocal(d)); }
+// y / d for a d whose inverse is a normal number; also of a -0.
+FN_HOST_DEVICE float quotient(float y, float d) {
+  const float inverse = fp::approximate_reciprocal(d);
+  const float near = fp::mul(y, inverse);
+  return fp::fma(fp::fma(d, near, -y), -inverse, near);
+}
 
 // y's part in the quotient: y itself, or 1.
 template <Activation kActivation>

@@ -30,8 +30,8 @@ void launch_rows(const Program& program, const Operands& operands, bool) {
 
 // What the plan would be: threads, rows, cluster, lanes, groups, rows a thread.
 inline int64_t picked(int sm, int processors, int memory, int64_t rows, int hidden_size, int width, int kept,
-                      bool heavy, bool layered, bool large, bool modulated, int dense, int abreast, int field) {
-  const ProgramFacts program{kept, heavy, layered, large, modulated, dense, abreast};
+                      bool heavy, bool layered, bool large, bool modulated, bool gated, int dense, int abreast, int field) {
+  const ProgramFacts program{kept, heavy, layered, large, modulated, gated, dense, abreast};
   const Plan plan = pick({sm, processors, memory}, rows, hidden_size, width, program);
   const int fields[] = {plan.threads, plan.rows, plan.cluster, plan.lanes, plan.groups, plan.abreast};
   return fields[field];
@@ -46,7 +46,7 @@ bool any_carries_out(const Plan& plan, int hidden_size, int kept, bool whole, Ti
 
 // Whether a program of some kind has a kernel for a plan.
 inline bool has_kernel(int threads, int rows, int cluster, int lanes, int groups, int abreast, int hidden_size, int kept,
-                       bool whole, bool heavy, bool layered, bool large, bool modulated, int dense, int most_abreast) {
+                       bool whole, bool heavy, bool layered, bool large, bool modulated, bool, int dense, int most_abreast) {
   const Plan plan{threads, rows, cluster, lanes, groups, false, abreast};
   const auto any = [&](auto tiles) { return any_carries_out(plan, hidden_size, kept, whole, tiles); };
   return (large ? any(LargeTiles{}) : any(Tiles{})) || (modulated && any(ModulatedTiles{})) ||

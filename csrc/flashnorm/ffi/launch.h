@@ -41,7 +41,6 @@ inline std::string tiles() {
   };
   for_each_tile([&](auto tile) { describe(tile, 0); }, Tiles{});
   for_each_tile([&](auto tile) { describe(tile, 1); }, HeavyTiles{});
-  for_each_tile([&](auto tile) { describe(tile, 1); }, TriedHeavyTiles{});
   for_each_tile([&](auto tile) { describe(tile, 2); }, LayerTiles{});
   for_each_tile([&](auto tile) { describe(tile, 2); }, TriedLayerTiles{});
   for_each_tile([&](auto tile) { describe(tile, 6); }, SharingLayerTiles{});

@@ -82,7 +82,7 @@ using LayerTiles = TileList<            //
     Tile<128, 4, 2, 4, Whole, false>>;  // of up to 32768
 using SharingLayerTiles = TileList<                    //
     Tile<128, 1, 4, 1, Whole, false, 4, 128, 0, 2>,    // many rows of up to 4096
-    Tile<128, 1, 8, 1, Whole, false, 7, 128, 5, 2>,    // of up to 7168
+    Tile<128, 1, 8, 1, Whole, false, 7, 128, 5, 2>,    // of up to 7168, ten rows on a processor
     Tile<128, 1, 8, 1, Whole, false, 8, 128, 4, 2>,    // of up to 8192
     Tile<256, 1, 4, 2, Whole, false, 8, 256, 2, 2>>;   // of up to 16384
 
@@ -90,13 +90,11 @@ using SharingLayerTiles = TileList<                    //
 // What nobody has measured, or lost, for tuning builds alone (benchmarks/tune_cuda.py): several rows in a CTA, which find
 // each other's vectors in L1; so few registers that hundreds of rows run at once.
 using TriedLayerTiles = TileList<Tile<128, 1, 8, 1, Whole, false, 7, 256, 3>>;
-using TriedHeavyTiles = TileList<Tile<256, 1, 4, 1, Whole, true, 4, 256, 4>, Tile<512, 1, 2, 1, Whole, true, 2, 512, 3>>;
 using TriedModulatedTiles = TileList<Tile<64, 1, 8, 1, Whole, false, 8, 64>,    // lost without biases
                                      Tile<64, 1, 8, 1, Whole, false, 6, 256>,   //
                                      Tile<128, 1, 8, 1, Whole, false, 5, 256>>;
 #else
 using TriedLayerTiles = TileList<>;
-using TriedHeavyTiles = TileList<>;
 using TriedModulatedTiles = TileList<>;
 #endif
 
@@ -183,22 +181,23 @@ constexpr int rows_abreast() {
 struct ProgramFacts {
   int kept_bytes;  // of an element, between the passes
   bool heavy, layered, large, modulated;
+  bool gated;  // vectors are read along with the rows
   int dense, abreast;
 };
 template <class Program>
 constexpr ProgramFacts facts_of() {
-  return {held_bytes<Program>(),   is_heavy<Program>(),    is_layered<Program>(),  is_large<Program>(),
-          is_modulated<Program>(), least_dense<Program>(), rows_abreast<Program>()};
+  constexpr bool kGated = VecsOf<decltype(Program::load)>::kThere;
+  return {held_bytes<Program>(),   is_heavy<Program>(), is_layered<Program>(),  is_large<Program>(),
+          is_modulated<Program>(), kGated,              least_dense<Program>(), rows_abreast<Program>()};
 }
 
 template <bool kWanted, class List>
 using TilesIf = std::conditional_t<kWanted, List, TileList<>>;
 using AllLayerTiles = decltype(joined(LayerTiles{}, TriedLayerTiles{}));
-using AllHeavyTiles = decltype(joined(HeavyTiles{}, TriedHeavyTiles{}));
 using AllModulatedTiles = decltype(joined(ModulatedTiles{}, TriedModulatedTiles{}));
 template <bool kHeavy, bool kLayered, bool kDense>
 using FurtherTiles = std::conditional_t<kLayered, AllLayerTiles,
-                                        std::conditional_t<kDense, DenseTiles, TilesIf<kHeavy, AllHeavyTiles>>>;
+                                        std::conditional_t<kDense, DenseTiles, TilesIf<kHeavy, HeavyTiles>>>;
 template <bool kSharing, bool kModulated>
 using MoreTiles = decltype(joined(
     TilesIf<kModulated, AllModulatedTiles>{},
@@ -285,7 +284,7 @@ inline Plan pick_for_many_layered(int hidden_size, int size, bool some, bool mos
     return most ? Plan{lanes / 4, 512 / lanes, 1, 4, 1, false} : Plan{lanes / 2, 256 / lanes, 1, 2, 1, false};
   }
   // Some rows: more threads (1024 x 8192: 13.3 us on 256 threads, 15.8 on 128; 512 x 4096: 4.4 and 4.8).
-  // Many, two abreast, to e4m3: 16384 x 7168 105.4 us, 114.9 one by one; 32760 x 3072 104.9 and 109.9.
+  // Many, two abreast, to e4m3: 16384 x 7168 97.9 us, 114.9 one by one; 32760 x 5120 160.9 and 184.4, x 3072 100.7 and 109.9.
   if (lanes == 512) return some ? Plan{256, 1, 1, 2, 1, false} : Plan{128, 1, 1, 4, 1, false, abreast};
   if (lanes == 1024 && hidden_size <= 8192) {
     return some ? Plan{256, 1, 1, 4, 1, false} : Plan{128, 1, 1, 8, 1, false, abreast};
@@ -299,17 +298,20 @@ inline Plan pick_for_many_layered(int hidden_size, int size, bool some, bool mos
 }
 
 // The same for diffusion transformers. Figures: gate, gamma and beta in fp32, 32760 and 1920 rows of 3072: 197.8 and
-// 16.0 us on 128 threads, 200.2 and 19.2 on 64; 16384 x 7168: 236 on 256 threads, 252 on 128. With scale, shift and
-// three biases two rows abreast: 199.3 us at 32760 x 3072, 227.4 one by one; 344.4 and 358.6 at 32760 x 5120.
-inline Plan pick_for_many_modulated(int hidden_size, int size, bool some, bool most, bool heavy, bool layered,
-                                    bool clusters, int abreast) {
-  if (some) abreast = 1;
+// 16.0 us on 128 threads, 200.2 and 19.2 on 64; gated, 16384 x 7168: 236 on 256 threads, 252 on 128 (without a gate 257
+// and 234). Two rows abreast, where vectors have biases: 199.3 us at 32760 x 3072, 227.4 one by one; at 32760 x 5120 344.4
+// and 358.6 gated, 330 and 322 without a gate.
+inline Plan pick_for_many_modulated(int hidden_size, int size, bool some, bool most, bool clusters,
+                                    const ProgramFacts& program) {
+  const int abreast = some ? 1 : program.abreast;
   if (lanes_of(hidden_size) == 512) return {128, 1, 1, 4, 1, false, hidden_size <= 3072 ? abreast : 1};
-  if (hidden_size > 4096 && hidden_size <= 6144 && abreast > 1) return {256, 1, 1, 4, 1, false, abreast};
-  if (hidden_size > 5120 && hidden_size <= 8192 && !some) return {256, 1, 1, 4, 1, false};
-  if (hidden_size > 4096 && hidden_size <= 8192) return {128, 1, 1, 8, 1, false};
-  return layered ? pick_for_many_layered(hidden_size, size, some, most, heavy, clusters, 1)
-                 : pick_for_many_heavy(hidden_size, size, some, clusters);
+  if (hidden_size > 4096 && hidden_size <= 8192) {
+    if (program.gated && !some && hidden_size <= 6144 && abreast > 1) return {256, 1, 1, 4, 1, false, abreast};
+    if (program.gated && !some && hidden_size > 5120) return {256, 1, 1, 4, 1, false};
+    return {128, 1, 1, 8, 1, false};
+  }
+  return program.layered ? pick_for_many_layered(hidden_size, size, some, most, program.heavy, clusters, 1)
+                         : pick_for_many_heavy(hidden_size, size, some, clusters);
 }
 
 // The plan for rows of `hidden_size` elements. Figures from an H200 (benchmarks/tune_cuda.py), bfloat16, in rows a
@@ -320,7 +322,7 @@ inline Plan pick_any(const DeviceFacts& device, int64_t rows, int hidden_size, i
     plan.prefetch = 4 * rows <= 5 * device.processors;
     return plan;
   }
-  const auto [kept_bytes, heavy, layered, large, modulated, dense, abreast] = program;
+  const auto [kept_bytes, heavy, layered, large, modulated, gated, dense, abreast] = program;
   const bool clusters = device.sm >= 90;
   const bool few = 4 * rows <= 5 * device.processors;
   const int size = hidden_size * kept_bytes / 2;
@@ -328,7 +330,7 @@ inline Plan pick_any(const DeviceFacts& device, int64_t rows, int hidden_size, i
   const bool most = rows > 744 * device.processors;
   const int most_few = (layered && !modulated ? 2 : 6) * device.processors;
   Plan plan = rows <= most_few ? pick_for_few(hidden_size, clusters, few)
-              : modulated      ? pick_for_many_modulated(hidden_size, size, some, most, heavy, layered, clusters, abreast)
+              : modulated      ? pick_for_many_modulated(hidden_size, size, some, most, clusters, program)
               : layered        ? pick_for_many_layered(hidden_size, size, some, most, heavy, clusters, abreast)
               : dense          ? pick_for_many_dense(hidden_size, size, some, clusters, dense)
               : heavy          ? pick_for_many_heavy(hidden_size, size, some, clusters)

@@ -48,7 +48,8 @@ class RegisterRow {
       Tile::kEarlyMaps && (Maps::raw_bytes() <= 32 || kHeld * Maps::raw_bytes() <= 128);
   static constexpr int kMapReads = kEarlyMaps ? kHeld : batch_of(kHeld, Maps::raw_bytes(), 32);
   static constexpr int kMapBatches = (kHeld + kMapReads - 1) / kMapReads;
-  static constexpr bool kAhead = kRows == 1;
+  // Of several rows one hides the other's reads, but for those whose many registers leave room for few of them.
+  static constexpr bool kAhead = kRows == 1 || std::is_same_v<Kept, float>;
   static constexpr bool kHoldsReads = kHeld > 1 && (VecsOf<Load>::kThere || Maps::row_bytes() > 0);
   static constexpr int kNextReads = batch_of(kHeld, sizeof(typename Next::Raw), 32);
   static constexpr int kNextBatches = (kHeld + kNextReads - 1) / kNextReads;
