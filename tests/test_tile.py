@@ -122,7 +122,7 @@ def test_rows_abreast():
     one = needs(layer, "bfloat16", "float32", "float32", "bfloat16")
     whole = needs(replace(layer, store=codes), "bfloat16", "float32", "float32", "float8_e4m3fn", "float32")
     added = needs(replace(layer, load=AddResidual()), "bfloat16", "bfloat16", "float32", "float32", "bfloat16")
-    for rows, hidden_size in ((8192, 16384), (8192, 12288), (262144, 128)):
+    for rows, hidden_size in ((8192, 16384), (8192, 12288), (16384, 7168), (16384, 5120)):
         assert plans.pick(hidden_size, 8, one, 90, rows).abreast == 2
         assert plans.pick(hidden_size, 8, whole, 90, rows).abreast == 1
         assert plans.pick(hidden_size, 8, added, 90, rows).abreast == 1

@@ -62,21 +62,21 @@ def _thin(threads: int, batch: int = 0, shared: bool = False) -> Shape:
 
 
 # Beyond them two rows abreast (8192 x 16384: 126 registers, so two CTAs and as many rows on an SM as one by one): half
-# the loads of vectors, half the barriers, and a batch under way while sums cross the row. Not measured yet.
+# the loads of vectors, half the barriers, and a batch under way while sums cross the row. 137.1 us, 140.4 one by one.
 _ABREAST = replace(_thin(256, 1), abreast=2, ahead=True, apart=_thin(256, 1))
 
-# Two rows of up to 8192 in a CTA find the vectors in L1 (16384 x 7168: 118.8 us, 121.2 with a row; not so in CUDA).
-_PAIRS = Shape(128, 256, early_weights=False, batch=1)
+# The same of up to 8192 on 128 threads (16384 x 7168: 116.8 us; x 5120: 85.0, 88.0 one by one); apart, two rows in a
+# CTA find the vectors in L1 (16384 x 7168: 118.8 us, 121.2 with a row; not so in CUDA).
+_PAIRS = Shape(128, 128, early_weights=False, batch=1, abreast=2, ahead=True,
+               apart=Shape(128, 256, early_weights=False, batch=1))  # fmt: skip
+_LESS_WIDE = replace(_PAIRS, ahead=False, apart=_thin(128))
 
 # Where a row is a few groups, its three sums cost as many instructions as its elements: four rows in turn share the
 # vectors in registers (32768 x 128: 6.2 us, 7.5 with one row and late vectors). Beyond what runs at once that is as
-# fast as memory goes, and fewer threads are better (262144 x 128: 35.0 us on 4, 35.1 on 8 with four rows in turn).
-# Two rows abreast on 8 threads take 64 registers and 14.7 instructions an element for 17.0, and a row's loads are whole
-# lines; not measured yet.
+# fast as memory goes, and fewer threads are better (262144 x 128: 35.0 us on 4, 35.1 on 8 with four rows in turn, 35.0
+# with two abreast, of 14.7 instructions an element for 17.0).
 _NARROW_MEAN = Shape(16, 128, turns=4)
-_MANY_NARROW_MEAN = Shape(
-    8, 64, early_weights=False, batch=1, abreast=2, apart=Shape(4, 64, early_weights=False, batch=4)
-)
+_MANY_NARROW_MEAN = Shape(4, 64, early_weights=False, batch=4)
 
 
 # The classes of M, by their largest M, and for each the tile by the size of a row: the largest number of 16-bit
@@ -104,7 +104,10 @@ def _narrow(mean: Shape) -> tuple[int, Shape]:
 # Of many rows, those beyond 256.
 _WIDE: tuple[tuple[int, Shape], ...] = (
     (1536, Shape(32, 128, streaming=True)),
-    (6144, Shape(256, 256, mean=_thin(128), narrow=Shape(128, 128, two=Shape(256, 256)))),
+    *(
+        (size, Shape(256, 256, mean=mean, narrow=Shape(128, 128, two=Shape(256, 256))))
+        for size, mean in ((4096, _thin(128)), (6144, _LESS_WIDE))
+    ),
     (
         8192,
         Shape(
@@ -196,19 +199,19 @@ def has_clusters(sm: int) -> bool:
     return 90 <= sm < 120
 
 
-def _dense(shape: Shape, hidden_size: int, held: int, most: bool, narrow: bool) -> Shape:
+def _dense(shape: Shape, hidden_size: int, held: int, most: bool, narrow: bool, blocks: bool) -> Shape:
     """The shape with threads that have the same number of groups each, where that is possible.
 
-    Rows of a few groups a thread: two to five groups, and where there are more rows than run at once three at least
-    (two in rows of eight), of which two rows take turns and share what a thread does for itself and the widened
-    weights (SASS instructions an element of RMSNorm + SiLU at H = 256, sm_90: 23.6 with two groups, 22.5 with four).
-    With more groups turns would leave too few warps (99840 x 192: 0.95 of `mul`, three groups; x 128: 0.82, four in
-    turn on 24 warps, 0.93 on 40 without turns). Wider rows: fewer threads, as long as they hold few enough (NVFP4 at
+    Rows of a few groups a thread: two to five groups. With `blocks` of scales three at least where there are more rows
+    than run at once (two in rows of eight): fewer instructions; SiLU gains more from warps (99840 x 512: 49.9 us with
+    two groups, 52.0 with four; x 128: 13.8 and 14.7). Of three groups two rows take turns and share what a thread does
+    for itself and the widened weights; with more, turns would leave too few warps (99840 x 192: 0.95 of `mul`, three
+    groups; x 128: 0.82, four in turn on 24 warps). Wider rows: fewer threads, as long as they hold few enough (NVFP4 at
     7168: 27.8 with 3.5 groups a thread, 22.8 with seven), for codes as few as hold 128 bytes (at 4096: 24.2 with four
     groups, 22.2 with eight).
     """
     groups, threads = -(-hidden_size // GROUP), WARP
-    least = 3 if most and groups > 8 else 2
+    least = 3 if most and groups > 8 and blocks else 2
 
     def holds(threads: int) -> bool:
         return groups % threads == 0 and groups // threads * GROUP * held <= 128
@@ -284,7 +287,7 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
     shape = shape.two if shape.two is not None and len(loaded) > 1 else shape
     shape = shape.apart if shape.apart is not None and not (needs.grouped and len(loaded) == 1) else shape
     if needs.dense and rows > 3072:
-        shape = _dense(shape, hidden_size, held, rows > 98304, needs.narrow)
+        shape = _dense(shape, hidden_size, held, rows > 98304, needs.narrow, needs.least > 1)
     cluster = min(shape.cluster, max(1, lanes(hidden_size) // WARP))
     threads = min(max(shape.threads, needs.least), lanes(hidden_size) // cluster)
     cta = threads * (shape.cta // shape.threads) if threads >= WARP else shape.cta

@@ -28,8 +28,8 @@ StreamPlans = tuple[tuple["int | None", StreamTile], ...]
 class Shape:
     """What a table says of a tile: threads of a CTA at most, elements of a row a thread, CTAs a row, CTAs an SM.
 
-    `exchanges`: sums of a row at most, of a program that it is for. `skew`: that of the tile, of rows that are read
-    twice in their stages.
+    `exchanges`: sums of a row at most, of a program that it is for. `skew`: that of the tile, or no tile.
+    `fold_blocks`: that of the tile, whose fold then lets the next kernel start early.
     """
 
     threads: int
@@ -41,6 +41,7 @@ class Shape:
     prefetch: Prefetch = "all"
     exchanges: int = 2
     skew: bool = False
+    fold_blocks: int = 1
 
 
 Table = tuple[tuple[int, tuple[Shape, ...]], ...]
@@ -52,16 +53,28 @@ SHAPES: Table = (
     # 16384 x 4096: 102.5 us, 106 to 108 with three stages.
     (4096, (Shape(512, 16, stages=2, exchanges=1), Shape(512, 16), Shape(256, 16))),
     (8192, (Shape(512, 16), Shape(256, 16))),
-    (16384, (Shape(512, 32), Shape(256, 16, 4, 2), Shape(512, 16, 2), Shape(256, 16, 4), Shape(128, 16, 8))),
+    # LayerNorm, 16384 x 16384: 546 us on two CTAs of 512 threads a row, 684 on four of 256 that are not skewed.
+    (
+        16384,
+        (
+            Shape(512, 32),
+            Shape(512, 16, 2, skew=True),
+            Shape(256, 16, 4, 2),
+            Shape(512, 16, 2),
+            Shape(256, 16, 4),
+            Shape(128, 16, 8),
+        ),
+    ),
     (32768, (Shape(512, 32, 2), Shape(256, 32, 4), Shape(128, 32, 8))),
     (65536, (Shape(256, 64, 4), Shape(128, 64, 8))),
     (131072, (Shape(128, 128, 8),)),
 )
-# The same for two short streams a worker. An SM had better have one CTA: 2048 x 32768 takes 117 us on two CTAs of 512
-# threads a row, 130 on four of 256, two of which share an SM.
+# The same for two short streams a worker. An SM had better have one CTA: 2048 x 32768 takes 110.6 us on two CTAs of 512
+# threads a row (130 on four of 256, two of which share an SM), 108.9 skewed, 108.4 with a fold of few CTAs that wait
+# beside the rows.
 SHORT: Table = (
     (16384, ()),
-    (32768, (Shape(512, 32, 2), Shape(256, 32, 4), Shape(128, 32, 8))),
+    (32768, (Shape(512, 32, 2, skew=True, fold_blocks=8), Shape(512, 32, 2), Shape(256, 32, 4), Shape(128, 32, 8))),
     (65536, (Shape(256, 64, 4), Shape(128, 64, 8))),
     (131072, (Shape(128, 128, 8),)),
 )
@@ -71,7 +84,7 @@ WORK_MEANS = 12  # more for a LayerNorm
 HIDDEN = 4  # a round, of weights in registers that are widened when they are used
 BY_ROWS = 12  # more to find the rows of a weight's row
 NO_SUMS = 28  # less where nothing is summed over rows
-SKEWED = {1: 32, 2: 10}  # less where passes are those of different rows, by the sums of a row
+SKEWED = {1: 32, 2: 20}  # less where passes are those of different rows, by the sums of a row
 
 
 def registers(tile: StreamTile, asks: Asks) -> int:
@@ -129,12 +142,15 @@ def pick(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile:
     for shape, tile in tiles_of(hidden_size, vec, sm):
         if asks.exchanges > shape.exchanges:
             continue
-        for again, outer, vectors, stages in ORDER:
+        for again, outer, vectors, stages in SKEWED_ORDER if shape.skew else ORDER:
             if stages > shape.stages or (outer == "shared" and not asks.sums):
                 continue
-            refill = stages == 2 and again == "shared" and not asks.by_rows  # the registers are gone there
+            # The registers are gone there.
+            refill = (stages == 2 or (shape.skew and stages > 0)) and again == "shared" and not asks.by_rows
             full = replace(tile, again=again, outer=outer, vectors=vectors, stages=stages, refill=refill)
-            full = replace(full, skew=shape.skew and refill and full.exchange)
+            if shape.skew and not (refill and full.exchange):
+                continue
+            full = replace(full, skew=shape.skew)
             if fits(full, asks, sm, shape.ctas):
                 return full
     # Too wide: sums over rows by columns, and the rows by as many threads as there are.
@@ -167,6 +183,8 @@ UNSTAGED: tuple[tuple[Again, Vectors], ...] = (
 ORDER: list[tuple[Again, Outer, Vectors, int]] = [
     (again, outer, vectors, stages) for stages in (4, 3, 2) for again, outer, vectors in STAGED
 ] + [(again, "registers", vectors, 0) for again, vectors in UNSTAGED]
+# Of skewed rows, which are read again in their stages: sums in registers leave their shared memory to a third stage.
+SKEWED_ORDER = sorted((way for way in ORDER if way[0] == "shared"), key=lambda way: (-way[3], way[1] != "registers"))
 
 
 def pick_short(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile | None:
@@ -175,7 +193,7 @@ def pick_short(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile | 
         return None
     for shape, tile in tiles_of(hidden_size, vec, sm, SHORT):
         two = replace(tile, again="shared", outer="shared", stages=2, refill=True, short=True, streams=2)
-        two = replace(two, skew=shape.skew)
+        two = replace(two, skew=shape.skew, fold_blocks=shape.fold_blocks, signal_early=shape.fold_blocks > 1)
         for vectors in ("raw", "shared", "global"):
             full = replace(two, vectors=vectors)
             if fits(full, asks, sm, shape.ctas):
