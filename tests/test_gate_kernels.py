@@ -122,7 +122,9 @@ def test_rows_side_by_side(tried: Emulated, h: int, plan: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("outer", [(3,), (4,), (2, 3), (2, 4)], ids=str)
-@pytest.mark.parametrize(("h", "plan"), [(3072, (128, 1, 1, 4, 1)), (2568, (128, 1, 1, 4, 1)), (5120, (256, 1, 1, 4, 1))])
+@pytest.mark.parametrize(
+    ("h", "plan"), [(3072, (128, 1, 1, 4, 1)), (2568, (128, 1, 1, 4, 1)), (5120, (256, 1, 1, 4, 1))]
+)
 def test_rows_abreast(tried: Emulated, h: int, plan: tuple[int, ...], outer: tuple[int, ...]) -> None:
     tried.force(plan=plan, abreast=2)
     run(tried, outer, h)

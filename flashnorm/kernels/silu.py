@@ -1,11 +1,11 @@
 """SiLU and sigmoid of a group.
 
 For rows in fp32 by the operations that `Silu` lists, as on a CPU. For rows of 16 bits, in which nobody can tell, by the
-units that GPUs have for exponentials and quotients: exp(-y) is e = 2^t, approximately, for t = -y log2(e), rounded, times
-1 + (-y - t ln(2)), since the rounding of t lost that. The quotient is y, or 1, times the approximate reciprocal of
-d = 1 + exp(-y), corrected once by the remainder: so the error of a result is that of 2^t, two roundings and half an ulp
-(without the correction it is up to 4.75 ulp). The sign of the remainder is the one that leaves a quotient of -0 as it
-is. `csrc` has the same operations in the same order: the two routes give equal bits on one architecture.
+units that GPUs have for exponentials and quotients: exp(-y) is e = 2^t, approximately, for t = -y log2(e), rounded,
+times 1 + (-y - t ln(2)), since the rounding of t lost that. The quotient is y, or 1, times the approximate reciprocal
+of d = 1 + exp(-y), corrected once by the remainder: so the error of a result is that of 2^t, two roundings and half an
+ulp (without the correction it is up to 4.75 ulp). The sign of the remainder is the one that leaves a quotient of -0 as
+it is. `csrc` has the same operations in the same order: the two routes give equal bits on one architecture.
 
 A group with a number beyond 87 goes another way, in which nothing overflows: others get the same bits there; above 87
 exp(-y) adds nothing to 1; below -88.5 it is infinite; between -88.5 and -87 the quotient is taken with a divisor scaled
