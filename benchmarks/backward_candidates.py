@@ -37,12 +37,10 @@ def checked_rows(hidden_size: int, short: bool) -> tuple[int, ...]:
 # ------------------------------------------------------------------ CuTe
 # A fold that waits beside the rows, where they leave it registers.
 BESIDE: dict[str, Any] = {"fold_blocks": 8, "signal_early": True}
-DROPPED = BESIDE | {"discard": True}
-MORE = DROPPED | {"prefetch_rows": 2}
 # What differs from the plan, by itself: the first ones are those that an argument speaks for.
 POLICIES: tuple[dict[str, Any], ...] = (
     {"refill": True}, {"refill": False}, {"stages": 4}, {"stages": 5}, {"stages": 6}, {"stages": 3}, {"stages": 2},
-    BESIDE, {"discard": True}, {"signal_early": True}, {"late_signal": True}, {"fold_ctas": 1}, {"fold_ctas": 2},
+    BESIDE, {"signal_early": True}, {"late_signal": True}, {"fold_ctas": 1}, {"fold_ctas": 2},
     {"stages": 4, "late_signal": True},
     {"stages": 3, "refill": True}, {"again": "values", "outer": "registers"}, {"again": "values", "outer": "shared"},
     {"again": "values", "vectors": "shared"}, {"again": "values", "outer": "shared", "vectors": "raw"},
@@ -52,8 +50,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
 # Rows summed before the ones in front of them are written.
 SKEWED: tuple[dict[str, Any], ...] = (
     {"stages": 2}, {"stages": 3, "outer": "registers"}, {"stages": 3}, {"stages": 2} | BESIDE,
-    {"stages": 3, "outer": "registers"} | BESIDE, {"stages": 2} | DROPPED, {"stages": 2} | MORE,
-    {"stages": 3, "outer": "registers"} | MORE, {"stages": 2, "fold_blocks": 8},
+    {"stages": 3, "outer": "registers"} | BESIDE, {"stages": 2, "fold_blocks": 8},
     {"stages": 2, "fold_blocks": 4, "signal_early": True}, {"stages": 2, "late_signal": True}, {"stages": 4},
 )  # fmt: skip
 SHAPED: tuple[dict[str, Any], ...] = ({}, {"refill": True}, {"stages": 4}, {"stages": 2, "again": "shared"})
@@ -135,8 +132,7 @@ def describe(tile: StreamTile) -> str:
     flags = [name for name in ("refill", "skew", "short", "streaming") if getattr(tile, name)]
     flags += ["late signal"] * tile.late_signal + [f"{tile.fold_ctas} CTAs of the fold"] * (tile.fold_ctas > 0)
     flags += [f"{tile.fold_blocks} blocks a CTA of the fold"] * (tile.fold_blocks > 1)
-    flags += [f"{tile.prefetch_rows} more rows in L2"] * (tile.prefetch_rows > 0)
-    flags += ["partials discarded"] * tile.discard + ["early signal"] * tile.signal_early
+    flags += ["early signal"] * tile.signal_early
     flags += ["two streams"] * (tile.streams == 2) + ["no prefetch"] * (tile.prefetch == "none")
     return (
         f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} stages {tile.stages} again {tile.again} "

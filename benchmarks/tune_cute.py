@@ -40,7 +40,7 @@ SHAPES = (
     "1x4096,8x4096,64x4096,64x8192,128x7168,512x4096,1024x8192,4096x4096,16384x4096,4096x32768,8192x16384,"
     "4096x65536,32768x128,262144x128,2048x131072,16384x5120,32768x8192,1x65536,4096x1024"
 )
-ABREAST: tuple[dict, ...] = ({}, {"batch": 3}, {"ahead": True}, {"ahead": True, "alternate": True})  # ways with vectors
+ABREAST: tuple[dict, ...] = ({}, {"batch": 3}, {"ahead": True})  # ways with vectors
 
 
 # ------------------------------------------------------------------ candidates
@@ -110,8 +110,7 @@ def second_round(best: RowTile, few: bool) -> Iterator[RowTile]:
         yield change(best, staged=True, hold="shared", signal_early=True)
     if not best.early_weights:
         if not few and best.hold == "registers":
-            yield from (change(best, ahead=not best.ahead), change(best, alternate=not best.alternate))
-            yield from (change(best, stay=True), change(best, stay=True, streaming=True))
+            yield change(best, ahead=not best.ahead)
         for batch in (1, 2, 3, 8, 16):
             yield change(best, batch=batch)
             if batch <= 3 and not few:
@@ -122,7 +121,7 @@ def describe(tile: RowTile) -> str:
     flags = [f for f in ("staged", "early_weights", "signal_early", "streaming") if getattr(tile, f)]
     flags += [f"prefetch-{tile.prefetch}"] if tile.prefetch != "none" else []
     flags += [f"{f}-{n}" for f in ("turns", "abreast") if (n := getattr(tile, f)) > 1]
-    flags += [f for f in ("ahead", "stay", "alternate", "mailbox") if getattr(tile, f)]
+    flags += [f for f in ("ahead", "mailbox") if getattr(tile, f)]
     return f"{tile.threads_per_row}/{tile.num_threads}x{tile.cluster_n} {tile.hold} b{tile.batch} {' '.join(flags)}"
 
 

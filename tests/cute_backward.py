@@ -50,15 +50,6 @@ class Written(emulator.Machine):
             _, at = self._place(space, addr, data.shape[-1], active & self.alive)
             self.readable[at] |= self.workspace[at]
 
-    def _statement(self, text, env):
-        if "discard.global.L2" not in text:
-            super()._statement(text, env)
-            return
-        guard, _, where, size = text.replace(",", "").split()
-        flat, at = self._place("global", self._address(where, env), int(size), env[guard[1:]] & self.alive)
-        assert self.waited and (self.readable & self.workspace)[at].all(), "dropped what nobody wrote, or no workspace"
-        flat[at], self.readable[at] = 0xFF, False
-
 
 class Kernel:
     """What a kernel of `RowBackward` becomes: its launch runs the body over a grid of its own."""

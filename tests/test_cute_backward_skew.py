@@ -54,14 +54,8 @@ def test_skewed_short_streams(program):
     for number, rows in enumerate((1, 3, 4, 5, 8, 9, 27, 32)):
         stages, cluster = 2 + number % 2, 1 + number // 2 % 2
         for streams, outer in ((1, "registers"), (2, "registers"), (2, "shared")):
-            more = {
-                "short": True,
-                "streams": streams,
-                "outer": outer,
-                "stages": stages,
-                "prefetch_rows": 1 + number % 4,
-            }
-            found = tile(1000, 8, 64, 64, cluster, prefetch="all", **SKEWED, **more)
+            more = {"short": True, "streams": streams, "outer": outer, "stages": stages}
+            found = tile(1000, 8, 64, 64, cluster, **SKEWED, **more)
             check(found, program, (B, B, B), (rows,), order=Order(4, 1, 8))
 
 
@@ -93,16 +87,14 @@ def test_skewed_plans_compile(program, hidden_size, shape, more, tmp_path):
     assert usage and all(stack == 0 and local == 0 for _, stack, local in usage), usage
 
 
-@pytest.mark.parametrize("discard", (False, True))
-def test_a_fold_has_room_beside_skewed_rows(discard, tmp_path):
+def test_a_fold_has_room_beside_skewed_rows(tmp_path):
     """Registers of a CTA of each, in steps of 8 a thread, are those of an SM at most."""
     from flashnorm.kernels.compile import compile_variant
     from flashnorm.kernels.partials import FOLD_THREADS
 
     asked = variant(RMS, 32768)
     short = stream_plans.pick_short(32768, 8, asks_of(asked), 90)
-    more = {"fold_blocks": 8, "signal_early": True, "discard": discard, "prefetch_rows": 2 * discard}
-    found = replace(short, skew=True, **more)
+    found = replace(short, skew=True, fold_blocks=8, signal_early=True)
     path = tmp_path / "kernel.cubin"
     path.write_bytes(compile_variant(asked, "sm_90a", plans=((None, found),), inspect=True).cubin)
     fold, rows = sorted(-(-registers // 8) * 8 for registers, _, _ in binaries.resources(path))

@@ -10,7 +10,7 @@ from typing import Any
 from cutlass import Int32, Int64
 from cutlass._mlir.dialects import cute as cute_ir
 
-from flashnorm.kernels import halves, memory
+from flashnorm.kernels import memory
 from flashnorm.kernels.codec import HALVES, unpack, unpack_by
 from flashnorm.kernels.fp import constant, hide, keep
 from flashnorm.kernels.tile import SLOT, WIDTH, needs_of
@@ -62,7 +62,7 @@ class Frame:
     def __init__(self, tile, variant, sm, tensors, tid, bid, shared_base, needs=None):
         self.tile, self.variant, self.sm, self.tensors, self.tid = tile, variant, sm, tensors, tid
         self.operands = {o.name: o for o in variant.program.operands()}
-        self.held, self.scalars, self.halves = {}, {}, {}
+        self.held, self.scalars = {}, {}
         self.stage_names: tuple = ()
         self.pool_row, self.pool_ok = None, None
         self._raw, self._bases, self._masks = {}, {}, {}
@@ -281,10 +281,6 @@ class Frame:
             how = self.guard(j, self._readable(name))
             shared = self.operands[name].kind == "vec" and name not in self.by_row
             how["streaming"] = self.tile.streaming and not shared and self.tile.hold != "global"
-            how["stay"] = self.tile.stay and shared
-            if halves.alternates(self, name):
-                self._raw[name, j] = halves.load(self, name, j, how["full"], how["stay"])
-                continue
             self._raw[name, j] = memory.load_group(self._address(name, j), dtype, self.tile.vec, **how)
 
     def load_one(self, name):
@@ -302,8 +298,7 @@ class Frame:
 
     def values(self, name, j):
         """fp32 values of round j."""
-        values = unpack(self.raw(name, j), self.variant.dtype(name))
-        return halves.ordered(self, values) if halves.alternates(self, name) else values
+        return unpack(self.raw(name, j), self.variant.dtype(name))
 
     def next_pass(self):
         """Give the next pass over what is held a zero of its own, made of M, so that only the launch knows it."""

@@ -175,20 +175,11 @@ class Stream:
         k, ahead = self.k, self.ahead.start
         if k.asks.vector:
             k.prefetch_round("weight", k._base("weight"), None)
-
-        def ask(raw):
-            ahead = [kind(v) for kind, v in zip(self.ahead.kinds, raw, strict=True)]
+        for _ in range(self.early_rows):
             here, places = self.ahead.here(ahead), self.ahead.places(ahead)
             for name in k.loads:
                 k.prefetch_round(name, places[name], here)
-            return [v.ir_value() for v in self.ahead.advance(ahead)]
-
-        raw = [v.ir_value() for v in ahead]
-        if self.tile.prefetch_rows and self.tile.stages:  # straight through, ptxas would keep addresses for the copies
-            repeat(Int32(self.early_rows + self.tile.prefetch_rows), raw, ask)
-            return
-        for _ in range(self.early_rows):
-            raw = ask(raw)
+            ahead = self.ahead.advance(ahead)
 
     def run(self, trips):
         """Everything, `trips` rows (Int32); returns the sums over rows, flat."""

@@ -74,10 +74,9 @@ def _guards(first, full, tail):
     return text, operands, names
 
 
-def load_group(addr, dtype, vec, *, full=None, tail=None, tail_count=0, streaming=False, stay=False):
-    """One group from global memory (`addr` an int64 address); used once, or to stay in L1."""
-    width, n, hint = WIDTH[dtype], regs_of(dtype), ".cs" if streaming else ".L1::evict_last" if stay else ""
-    space = f"global{hint}"
+def load_group(addr, dtype, vec, *, full=None, tail=None, tail_count=0, streaming=False):
+    """One group from global memory (`addr` an int64 address)."""
+    width, n, space = WIDTH[dtype], regs_of(dtype), "global.cs" if streaming else "global"
     regs = [f"${i}" for i in range(n)]
     head, operands, names = _guards(n + 1, full, tail)
     lines = [PART_REGS[width], head]
@@ -88,19 +87,6 @@ def load_group(addr, dtype, vec, *, full=None, tail=None, tail_count=0, streamin
             lines += [_load_text(space, at, c, width, guard, regs, f"${n}") for at, c in pieces(count, vec, width)]
     constraints = ",".join(["=&r"] * n + ["l"] + ["r"] * len(operands))
     return asm_many(T.i32(), n, "{ " + " ".join(lines) + " }", constraints, (addr, *operands), effect=True)
-
-
-def load_halves(first, second, full=None, stay=False):
-    """Two times 16 bytes of global memory, or +0 where `full` does not hold, in the order of the addresses."""
-    head, operands, names = _guards(10, full, None)
-    lines = [head, *(f"mov.b32 ${i}, 0;" for i in range(8) if full is not None)]
-    for at, address in ((0, "$8"), (4, "$9")):
-        body = ", ".join(f"${at + i}" for i in range(4))
-        lines.append(
-            f"{names.get('p', '')}ld.global{'.L1::evict_last' if stay else ''}.v4.b32 {{{body}}}, [{address}];"
-        )
-    constraints = ",".join(["=&r"] * 8 + ["l", "l"] + ["r"] * len(operands))
-    return asm_many(T.i32(), 8, "{ " + " ".join(lines) + " }", constraints, (first, second, *operands), effect=True)
 
 
 def store_group(addr, regs_in, dtype, vec, *, full=None, tail=None, tail_count=0, streaming=False):
@@ -136,12 +122,6 @@ def prefetch(addr, pred):
     else:
         code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
         asm(None, code, "l,r", (addr, pred), effect=True)
-
-
-def discard(addr, pred):
-    """Have nobody write the 128 bytes at `addr`, a multiple of it, to memory from L2; they may hold anything then."""
-    code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p discard.global.L2 [$0], 128; }"
-    asm(None, code, "l,r,~{memory}", (addr, pred), effect=True)
 
 
 def store_f32(addr, value, pred):

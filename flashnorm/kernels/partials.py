@@ -17,7 +17,6 @@ GROUP = memory.GROUP
 SLICES = 8  # of the partials of a column, each added up by one thread; their sums are then those of neighbours
 BATCH = 16  # loads of a thread in flight
 FOLD_THREADS = WARP * SLICES
-LINE = 128  # bytes of L2
 
 
 def fold_bytes(blocks):
@@ -90,7 +89,7 @@ def folded(items, load, batch=BATCH):
     return [add_rn(a, b) for a, b in zip(even, folded(items[1::2], load, batch), strict=True)]
 
 
-def fold(variant, tensors, tid, bid, shared, most, live, weight_row, sum_floats, tile):
+def fold(variant, tensors, tid, bid, shared, most, live, weight_row, sum_floats, blocks=1):
     """Add up the partials of some columns of one weight row's gradient, and store it.
 
     Args:
@@ -101,10 +100,8 @@ def fold(variant, tensors, tid, bid, shared, most, live, weight_row, sum_floats,
         live: those that were written (Int64): of the others, none is read.
         weight_row: the distance of two weight rows of dweight in elements (Int64), or None for one row.
         sum_floats: fp32 values of all partials of a sum (Int64).
-        tile: says of how many blocks of 32 columns, 1 or a multiple of 4, of which a thread then has four together, and
-            whether partials that have been read are dropped.
+        blocks: of 32 columns, 1 or a multiple of 4, of which a thread then has four together.
     """
-    blocks = tile.fold_blocks
     parts = [name for name in ("dweight", "dbias") if name in tensors]
     hidden, width = variant.hidden_size, min(4, blocks)
     ctas = -(-hidden // (WARP * blocks))
@@ -119,13 +116,10 @@ def fold(variant, tensors, tid, bid, shared, most, live, weight_row, sum_floats,
         inside = (column < Int32(hidden)).to(Int32)
         base = tensors["workspace"].iterator.toint() + (start + Int64(column)) * Int64(4)
 
-        def place(q, base=base, inside=inside):
+        def load(q, base=base, inside=inside):
             p = Int64(warp) + Int64(q * SLICES)
-            return base + p * Int64(4 * hidden), inside & (p < live).to(Int32)
-
-        def load(q, place=place):
-            address, here = place(q)
-            return memory.load_floats(address.ir_value(), width, here.ir_value())
+            here = inside & (p < live).to(Int32)
+            return memory.load_floats((base + p * Int64(4 * hidden)).ir_value(), width, here.ir_value())
 
         totals = folded(list(range(most // SLICES)), load, max(BATCH // width, SLICES))
         slot = (slots + (warp * Int32(WARP) + lane) * Int32(4 * width)).ir_value()
@@ -134,13 +128,6 @@ def fold(variant, tensors, tid, bid, shared, most, live, weight_row, sum_floats,
         else:
             memory.write_floats(slot, totals)
         memory.barrier(0, FOLD_THREADS)
-        if tile.discard:  # lines that all of the row's columns are in; all who read them have
-            whole = (lane % Int32(WARP // width) == Int32(0)).to(Int32)
-            whole = whole & (column + Int32(WARP) <= Int32(hidden)).to(Int32)
-            for q in range(most // SLICES):
-                address, here = place(q)
-                line = (Int32(address) & Int32(LINE - 1) == Int32(0)).to(Int32)
-                memory.discard(address.ir_value(), (here & whole & line).ir_value())
         column = first + tid
         mine = (tid < Int32(WARP * width)).to(Int32) & (column < Int32(hidden)).to(Int32)
         own = slots + tid % Int32(WARP * width) * Int32(4)

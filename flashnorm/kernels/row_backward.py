@@ -327,7 +327,7 @@ class RowBackward:
             split = self.split_of(operands)
             live, distance = split.partials, split.distance
         floats = self.sum_floats(operands, mode)
-        partials.fold(self.variant, tensors, tid, bid, shared, most, live, distance, floats, tile)
+        partials.fold(self.variant, tensors, tid, bid, shared, most, live, distance, floats, tile.fold_blocks)
 
 
 def trips_of(walk):

@@ -67,10 +67,6 @@ class StreamTile(RowTile):
             own wait, it does beside the last rows, on SMs whose rows are done and which have room beside the fold.
         fold_blocks: of 32 columns, of a CTA of the fold: 1, or a multiple of 4. Fewer CTAs with more registers have
             room beside the rows, so that they wait there for their end.
-        discard: the fold drops partials from L2 that it has read, so that they are not written to memory afterwards; no
-            one reads the workspace again.
-        prefetch_rows: asked for in L2 before the wait for the earlier kernel, beyond those of the stages, while
-            that one ends and memory has little to do (`prefetch="all"`).
         fold_ctas: of the fold on an SM, at most; it asks for shared memory that it does not need. 0: as many as fit.
     """
 
@@ -85,8 +81,6 @@ class StreamTile(RowTile):
     skew: bool = False
     late_signal: bool = False
     fold_blocks: int = 1
-    discard: bool = False
-    prefetch_rows: int = 0
     fold_ctas: int = 0
 
     def __post_init__(self) -> None:

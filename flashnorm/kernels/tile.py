@@ -109,8 +109,6 @@ class RowTile:
             serves all of them, whether it is loaded early or late.
         ahead: what is loaded late is asked for a batch before it is used, the first one while the sums cross the row.
             That takes a batch's registers; rows that wait elsewhere leave them, so there it is always so.
-        stay: vectors are marked to stay in L1 when rows pass through it.
-        alternate: four of eight neighbouring threads read the second half of an fp32 group first (`halves`).
         mailbox: what the CTAs of a cluster exchange arrives in mailboxes (memory.send_float), where each waits for its
             own alone, in place of the cluster's barrier.
     """
@@ -131,8 +129,6 @@ class RowTile:
     turns: int = 1
     abreast: int = 1
     ahead: bool = False
-    stay: bool = False
-    alternate: bool = False
     mailbox: bool = False
 
     def __post_init__(self) -> None:
