@@ -26,6 +26,11 @@ FN_DEVICE void sync_cta() { __syncthreads(); }
 // No thread's memory access moves over it; all 32 threads of the warp call it.
 FN_DEVICE void sync_warp() { __syncwarp(); }
 
+// The `threads` threads (whole warps) of one of the rows of a CTA, of which there are at most 15.
+FN_DEVICE void sync_row(int row, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(row + 1), "r"(threads) : "memory");
+}
+
 // Asks for a line to be brought to L2, where the memory of a GPU is coherent: no value is read.
 FN_DEVICE void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at)));

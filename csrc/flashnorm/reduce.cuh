@@ -162,8 +162,9 @@ struct BlockSlots {
 
 // Joins the threads of a row: kThreads of this CTA (0: blockDim.x, a power of two), and those of the other
 // CTAs of its cluster. `row` is the row among those of the CTA. One object a kernel; `fold` may be called
-// several times, by all threads of the CTA, for up to kMost values at once.
-template <int kThreads, int kCluster, int kMost>
+// several times, by all threads of the CTA, for up to kMost values at once; with `kApart`, the rows of a CTA call it
+// each for itself.
+template <int kThreads, int kCluster, int kMost, bool kApart = false>
 class RowReduce {
  public:
   FN_DEVICE RowReduce(int row, int rank)
@@ -171,6 +172,7 @@ class RowReduce {
         threads_(kThreads > 0 ? kThreads : int(blockDim.x)),
         warps_(threads_ / 32),
         blocks_(warps_ * kCluster),
+        row_(row),
         first_(row * warps_) {
     if (blocks_ < 2) return;
     mine_ = first_ + BlockSlots::slot(rank * warps_ + threadIdx.x / 32, blocks_);
@@ -226,7 +228,11 @@ class RowReduce {
       for (int k = 0; k < kSums; ++k) {
         if (thread == 0) slots_.values[phase][k][mine_] = folded[k];
       }
-      sync_cta();
+      if (kApart) {
+        sync_row(row_, threads_);
+      } else {
+        sync_cta();
+      }
     }
     FN_UNROLL
     for (int k = 0; k < kSums; ++k) {
@@ -262,6 +268,7 @@ class RowReduce {
   int threads_;
   int warps_;
   int blocks_;
+  int row_;
   int first_;
   int mine_ = 0;
   int folds_ = 0;

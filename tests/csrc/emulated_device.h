@@ -65,6 +65,7 @@ struct Cta {
   std::vector<uint4> dynamic;
   std::vector<Warp> warps;
   Barrier barrier;
+  Barrier rows[16];
 };
 
 struct Fiber {
@@ -189,6 +190,7 @@ inline void await_batches(int) {}
 
 inline void sync_warp() { shuffle(0.0f, 0); }
 inline void sync_cta() { emulation::wait(emulation::self->cta->barrier, emulation::cluster->threads); }
+inline void sync_row(int row, int threads) { emulation::wait(emulation::self->cta->rows[row], threads); }
 template <int kSums>
 Slots<kSums>& shared_slots() {
   static_assert(kSums <= emulation::kMostSums, "more room");
