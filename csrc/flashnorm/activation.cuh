@@ -1,6 +1,6 @@
 // Sigmoid and SiLU of N values: an exponential by fp32 operations and a division. For rows of 16 bits the device takes
-// the approximations that GPUs have of 2^x and 1/x, by the operations of the CuTe route (flashnorm/kernels/silu.py says
-// why they are good enough). program/stages.py lists both.
+// the approximations that GPUs have of 2^x and 1/x and corrects them, by the operations of the CuTe route
+// (flashnorm/kernels/silu.py says why they are good enough). program/stages.py lists both.
 #pragma once
 
 #include "fp.cuh"
@@ -41,19 +41,24 @@ FN_HOST_DEVICE void apply_exactly(float (&v)[N]) {
 
 #if FN_FAST
 
+// d + w, of two fp32 numbers.
+struct Divisor {
+  float d, w;
+};
+
 // 1 + exp(-y), for -88.5 <= y <= 2^126.
-FN_HOST_DEVICE float divisor(float y) {
+FN_HOST_DEVICE Divisor divisor(float y) {
   const float k = fp::mul(y, -0x1.715476p+0f);
   const float e = fp::approximate_exp2(k);
   const float v = fp::fma(k, 0x1.05c61p-29f, fp::fma(k, -0x1.62e43p-1f, -y));  // what the rounding of k lost
-  return fp::add(fp::fma(e, v, e), 1.0f);
+  return {fp::add(e, 1.0f), fp::mul(e, v)};
 }
 
-// y / d for a d whose inverse is a normal number; also of a -0.
-FN_HOST_DEVICE float quotient(float y, float d) {
-  const float inverse = fp::approximate_reciprocal(d);
+// y / (d + w) for a d whose inverse is a normal number; also of a -0.
+FN_HOST_DEVICE float quotient(float y, Divisor by) {
+  const float inverse = fp::approximate_reciprocal(by.d);
   const float near = fp::mul(y, inverse);
-  return fp::fma(fp::fma(d, near, -y), -inverse, near);
+  return fp::fma(fp::fma(by.w, near, fp::fma(by.d, near, -y)), -inverse, near);
 }
 
 // y's part in the quotient: y itself, or 1.
@@ -65,8 +70,9 @@ FN_HOST_DEVICE float dividend(float y) {
 template <Activation kActivation>
 FN_HOST_DEVICE float apply_far(float y) {
   const float n = dividend<kActivation>(y);
-  const float d = divisor(y), less = fp::mul(d, 0x1p-64f);  // where the inverse of d is subnormal
-  const float result = y < -87.0f ? fp::mul(quotient(n, less), 0x1p-64f) : quotient(n, d);
+  const Divisor by = divisor(y);
+  const Divisor less{fp::mul(by.d, 0x1p-64f), fp::mul(by.w, 0x1p-64f)};  // where the inverse of d is subnormal
+  const float result = y < -87.0f ? fp::mul(quotient(n, less), 0x1p-64f) : quotient(n, by);
   const float low = y < -88.5f ? fp::mul(n, 0.0f) : result;
   return y > 87.0f ? n : low;
 }

@@ -1,11 +1,11 @@
 """SiLU and sigmoid of a group.
 
 For rows in fp32 by the operations that `Silu` lists, as on a CPU. For rows of 16 bits, in which nobody can tell, by the
-units that GPUs have for exponentials and quotients: exp(-y) is e = 2^t, approximately, for t = -y log2(e), rounded,
-times 1 + (-y - t ln(2)), since the rounding of t lost that. The quotient is y, or 1, times the approximate reciprocal
-of d = 1 + exp(-y), corrected once by the remainder: so the error of a result is that of 2^t, two roundings and half an
-ulp (without the correction it is up to 4.75 ulp). The sign of the remainder is the one that leaves a quotient of -0 as
-it is. `csrc` has the same operations in the same order: the two routes give equal bits on one architecture.
+units that GPUs have for exponentials and quotients: exp(-y) is e, the approximate 2^t for t = -y log2(e), rounded, and
+w = e (-y - t ln(2)), what the rounding of t lost of it. The quotient is y, or 1, times the approximate reciprocal of
+d = 1 + e, corrected once by the remainder, to which w belongs: so the error of a result is that of 2^t, the rounding of
+d and half an ulp. The sign of the remainder is the one that leaves a quotient of -0 as it is. `csrc` has the same
+operations in the same order: the two routes give equal bits on one architecture.
 
 A group with a number beyond 87 goes another way, in which nothing overflows: others get the same bits there; above 87
 exp(-y) adds nothing to 1; below -88.5 it is infinite; between -88.5 and -87 the quotient is taken with a divisor scaled
@@ -29,19 +29,19 @@ def _f(value):
 _ONE, _SMALL, _LIMIT = _f(1.0), _f(2.0**-64), _f(-EXP_FROM)
 _MAGIC = _f(1.5 * 2.0**23)  # the low bits of a sum with it are a rounded integer
 
-# d = 1 + exp(-y), for -88.5 <= y <= 2^126.
+# 1 + exp(-y) = d + w, for -88.5 <= y <= 2^126.
 _DIVISOR = (
     f"mul.rn.f32 k, {{y}}, {_f(-LOG2E[0])}; ex2.approx.ftz.f32 e, k; neg.f32 f, {{y}}; "
-    f"fma.rn.f32 f, k, {_f(-LN2[0])}, f; fma.rn.f32 f, k, {_f(-LN2[1])}, f; fma.rn.f32 e, e, f, e; "
+    f"fma.rn.f32 f, k, {_f(-LN2[0])}, f; fma.rn.f32 f, k, {_f(-LN2[1])}, f; mul.rn.f32 w, e, f; "
     f"add.rn.f32 d, e, {_ONE}; "
 )
 
 
 def _quotient(n, z):
-    """z = n / d."""
+    """z = n / (d + w)."""
     return (
-        f"rcp.approx.ftz.f32 r, d; mul.rn.f32 k, {n}, r; neg.f32 f, {n}; fma.rn.f32 f, d, k, f; neg.f32 r, r; "
-        f"fma.rn.f32 {z}, f, r, k; "
+        f"rcp.approx.ftz.f32 r, d; mul.rn.f32 k, {n}, r; neg.f32 f, {n}; fma.rn.f32 f, d, k, f; fma.rn.f32 f, w, k, f; "
+        f"neg.f32 r, r; fma.rn.f32 {z}, f, r, k; "
     )
 
 
@@ -51,7 +51,8 @@ def _near(n):
 
 def _far(n):
     return (
-        f"{_near(n)} mul.rn.f32 d, d, {_SMALL}; {_quotient(n, 'd')} mul.rn.f32 d, d, {_SMALL}; "
+        f"{_near(n)} mul.rn.f32 d, d, {_SMALL}; mul.rn.f32 w, w, {_SMALL}; {_quotient(n, 'd')} "
+        f"mul.rn.f32 d, d, {_SMALL}; "
         f"setp.lt.f32 q, {{y}}, {_f(EXP_FROM)}; selp.f32 {{z}}, d, {{z}}, q; "
         f"mul.rn.f32 d, {n}, {_f(0.0)}; setp.lt.f32 q, {{y}}, {_f(-EXP_TO)}; selp.f32 {{z}}, d, {{z}}, q; "
         f"setp.gt.f32 q, {{y}}, {_LIMIT}; selp.f32 {{z}}, {n}, {{z}}, q; "

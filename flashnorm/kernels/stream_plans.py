@@ -193,7 +193,8 @@ def pick_short(hidden_size: int, vec: int, asks: Asks, sm: int) -> StreamTile | 
         return None
     for shape, tile in tiles_of(hidden_size, vec, sm, SHORT):
         two = replace(tile, again="shared", outer="shared", stages=2, refill=True, short=True, streams=2)
-        two = replace(two, skew=shape.skew, fold_blocks=shape.fold_blocks, signal_early=shape.fold_blocks > 1)
+        blocks = shape.fold_blocks if hidden_size % 4 == 0 else 1  # whose threads take four columns
+        two = replace(two, skew=shape.skew, fold_blocks=blocks, signal_early=blocks > 1)
         for vectors in ("raw", "shared", "global"):
             full = replace(two, vectors=vectors)
             if fits(full, asks, sm, shape.ctas):

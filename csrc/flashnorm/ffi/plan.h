@@ -164,16 +164,20 @@ constexpr int least_dense() {
   return kBlock == kNoBlock && decltype(Program::maps)::dense() ? 1 : 0;
 }
 
-// Rows that a thread works on at once where there are many: two, where the last pass reads so much for all rows that it
-// pays to read it once for both (fp32 vectors in groups of 8 take L1 twice the time of their bytes, half a sector at a
-// time), and the statistics leave registers for two.
+// Rows that a thread works on at once where there are many: two, where so much is read for all rows, in the last pass
+// above all, that it pays to read it once for both (fp32 vectors in groups of 8 take L1 twice the time of their bytes,
+// half a sector at a time), and the statistics leave registers for two.
 template <class Program>
 constexpr int rows_abreast() {
+  using Load = decltype(Program::load);
   using Maps = decltype(Program::maps);
   using Store = decltype(Program::store);
-  constexpr bool kMay = is_layered<Program>() && Store::kBlock == kNoBlock && !AgainOf<Store>::kThere && Maps::row_bytes() == 0;
-  constexpr int kBytes = Maps::raw_bytes() / kGroup;
-  constexpr bool kMuch = is_modulated<Program>() ? kBytes >= 12 : kBytes >= 8 && held_bytes<Program>() == 2;
+  constexpr bool kMay = is_layered<Program>() && Store::kBlock == kNoBlock && !AgainOf<Store>::kThere &&
+                        Maps::row_bytes() == 0;
+  constexpr int kVecs = VecsOf<Load>::kThere ? int(sizeof(typename VecsOf<Load>::template Vecs<kGroup>)) / kGroup : 0;
+  constexpr int kLast = Maps::raw_bytes() / kGroup;
+  constexpr bool kMuch = is_modulated<Program>() ? kLast >= 12 || kVecs + kLast >= 16
+                                                 : kLast >= 8 && held_bytes<Program>() == 2;
   return kMay && kMuch ? 2 : 1;
 }
 
