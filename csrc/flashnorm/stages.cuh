@@ -68,6 +68,7 @@ struct Chain<> {
   static constexpr int raw_bytes() { return 0; }
   static constexpr int row_bytes() { return 0; }
   static constexpr bool dense() { return false; }
+  static constexpr int vector_bytes() { return 0; }
 
   FN_HOST_DEVICE void enter(Row, int) {}
   template <int N, class Access>
@@ -96,6 +97,11 @@ struct Chain<First, Rest...> {
     typename Chain<Rest...>::template Rows<N> rest;
   };
   static constexpr bool dense() { return kDenseStage<First> || Chain<Rest...>::dense(); }
+  // Of an element.
+  static constexpr int vector_bytes() {
+    const int said = kVectorBytesOf<First>, read = (raw_bytes() - Chain<Rest...>::raw_bytes()) / kGroup;
+    return (said >= 0 ? said : read) + Chain<Rest...>::vector_bytes();
+  }
   // What a group's Raw and Rows hold, without the padding.
   static constexpr int raw_bytes() {
     using Own = typename First::template Raw<kGroup>;

@@ -174,9 +174,8 @@ constexpr int rows_abreast() {
   using Store = decltype(Program::store);
   constexpr bool kMay = is_layered<Program>() && Store::kBlock == kNoBlock && !AgainOf<Store>::kThere &&
                         Maps::row_bytes() == 0;
-  constexpr int kVecs = VecsOf<Load>::kThere ? int(sizeof(typename VecsOf<Load>::template Vecs<kGroup>)) / kGroup : 0;
-  constexpr int kLast = Maps::raw_bytes() / kGroup;
-  constexpr bool kMuch = is_modulated<Program>() ? kLast >= 12 || kVecs + kLast >= 16
+  constexpr int kFirst = kVectorBytesOf<Load>, kLast = Maps::vector_bytes();
+  constexpr bool kMuch = is_modulated<Program>() ? kLast >= 12 || kFirst + kLast >= 16
                                                  : kLast >= 8 && held_bytes<Program>() == 2;
   return kMay && kMuch ? 2 : 1;
 }

@@ -32,6 +32,7 @@ struct GateResidual {
   using B = Element<Options::kGateBias, kBiasAt>;
   using S = Element<kOnDevice, kFactorAt>;
   using Sum = Element<true, kOutAt>;
+  static constexpr int kVectorBytes = (Options::kGate ? int(sizeof(G)) : 0) + (Options::kGateBias ? int(sizeof(B)) : 0);
 
   using Kept = std::conditional_t<Options::kRounded, Sum, float>;
   template <int N>

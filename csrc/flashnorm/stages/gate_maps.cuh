@@ -47,6 +47,7 @@ template <class Options, class... More>
 struct ScaleShift {
   static constexpr int kScaleBiasAt = 1, kShiftAt = 1 + Options::kScaleBias, kShiftBiasAt = kShiftAt + 1;
   static_assert(sizeof...(More) == kShiftBiasAt + Options::kShiftBias, "an element type an operand");
+  static constexpr int kVectorBytes = (int(sizeof(More)) + ...);
 
   template <bool kThere, int kAt>
   using Element = std::conditional_t<kThere, typename Nth<kAt, More...>::Type, Nothing>;

@@ -54,6 +54,12 @@ FN_HOST_DEVICE void fetch_vecs(const Load& load, typename VecsOf<Load>::template
   if constexpr (VecsOf<Load>::kThere) load.fetch_vecs(vecs, at);
 }
 
+// Bytes of vectors that a stage reads an element, where what holds them says more: it has room for what is not there.
+template <class Stage, class = void>
+constexpr int kVectorBytesOf = -1;
+template <class Stage>
+constexpr int kVectorBytesOf<Stage, std::void_t<decltype(Stage::kVectorBytes)>> = Stage::kVectorBytes;
+
 // Whether those vectors are the same for a row and the one below it, within an outer row.
 template <class Load>
 bool vecs_same_below(const Load& load) {
