@@ -1,4 +1,4 @@
-"""Norms as functions, with the arguments that Liger-Kernel's users know. All but `rmsnorm_gate` are differentiable.
+"""Norms as functions, with the arguments that Liger-Kernel's users know. All are differentiable.
 
 They choose among flashnorm's operators and add nothing to their cost but a few Python statements.
 """

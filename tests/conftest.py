@@ -69,6 +69,7 @@ SAMPLED = {
     "test_cute_targets": 4,
     "test_dit": 12,
     "test_gate_bits": 16,
+    "test_gate_gradients": 9,
     "test_gate_kernels": 8,
     "test_gate_library": 10,
     "test_gated": 2,

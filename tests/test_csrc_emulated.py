@@ -14,8 +14,8 @@ from tests.csrc_programs import PROGRAMS, Call, prepare
 pytestmark = pytest.mark.cpu_only
 
 # One of every stage, store and way to load; all programs with --full.
-SAMPLE = ("layernorm", "layernorm_bare", "add_layernorm", "gemma_quant", "block_quant", "dynamic_128_packed",
-          "dynamic_row_capped", "dynamic_row", "indexed", "int8_indexed")  # fmt: skip
+SAMPLE = ("layernorm", "layernorm_quant", "layernorm_bare", "add_layernorm", "gemma_quant", "block_quant",
+          "dynamic_128_packed", "dynamic_row_capped", "dynamic_row", "indexed", "int8_indexed")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -86,34 +86,13 @@ def test_forced_plans(units: dict[str, Emulated], name: str, h: int) -> None:
     assert carried_out > 0 or (h == 70000 and held == 4)
 
 
-@pytest.fixture(scope="module")
-def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Emulated]:
-    """With the tiles that only tuning builds have."""
-    names = ("layernorm", "layernorm_quant", "add_layernorm", "block_quant")
-    return build(
-        tmp_path_factory.mktemp("tried"), {name: PROGRAMS[name] for name in names}, defines=("FLASHNORM_TUNING",)
-    )
-
-
 @pytest.mark.parametrize("rows", [(1,), (2,), (5,), (3, 3), (3, 4)], ids=str)
 @pytest.mark.parametrize("h", [4104, 7168, 8192])
 @pytest.mark.parametrize("program", ["layernorm", "layernorm_quant"])
-def test_rows_abreast(tried: dict[str, Emulated], program: str, h: int, rows: tuple[int, ...]) -> None:
+def test_rows_abreast(units: dict[str, Emulated], program: str, h: int, rows: tuple[int, ...]) -> None:
     """Two rows a thread, but none that would belong to two outer ones."""
-    tried[program].force(plan=(128, 1, 1, 8, 1), abreast=2)
-    launch(tried[program], prepare(program, rows, h, pad=8))
-
-
-@pytest.mark.parametrize("program", ["layernorm", "layernorm_quant", "add_layernorm"])
-def test_rows_side_by_side(tried: dict[str, Emulated], program: str) -> None:
-    tried[program].force(plan=(128, 2, 1, 8, 1))
-    launch(tried[program], prepare(program, (5,), 7168))
-
-
-@pytest.mark.parametrize("h", [4224, 7168])
-def test_blocks_on_few_threads(tried: dict[str, Emulated], h: int) -> None:
-    tried["block_quant"].force(plan=(256, 1, 1, 4, 1))
-    launch(tried["block_quant"], prepare("block_quant", (3,), h))
+    units[program].force(plan=(128, 1, 1, 8, 1), abreast=2)
+    launch(units[program], prepare(program, rows, h, pad=8))
 
 
 @pytest.mark.parametrize("shared_memory", [227 * 1024, 2048])

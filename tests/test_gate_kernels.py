@@ -108,26 +108,13 @@ PLANS = {
 }
 
 
-@pytest.fixture(scope="module")
-def tried(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
-    """With the tiles that only tuning builds have."""
-    name = "gate-modulated"
-    return build(tmp_path_factory.mktemp("tried"), {name: ALL[name]}, defines=("FLASHNORM_TUNING",))[name]
-
-
-@pytest.mark.parametrize(("h", "plan"), [(3072, (64, 4, 1, 8, 1)), (2568, (64, 2, 1, 8, 1)), (5120, (128, 2, 1, 8, 1))])
-def test_rows_side_by_side(tried: Emulated, h: int, plan: tuple[int, ...]) -> None:
-    tried.force(plan=plan)
-    run(tried, (5,), h)
-
-
 @pytest.mark.parametrize("outer", [(3,), (4,), (2, 3), (2, 4)], ids=str)
 @pytest.mark.parametrize(
     ("h", "plan"), [(3072, (128, 1, 1, 4, 1)), (2568, (128, 1, 1, 4, 1)), (5120, (256, 1, 1, 4, 1))]
 )
-def test_rows_abreast(tried: Emulated, h: int, plan: tuple[int, ...], outer: tuple[int, ...]) -> None:
-    tried.force(plan=plan, abreast=2)
-    run(tried, outer, h)
+def test_rows_abreast(units: dict[str, Emulated], h: int, plan: tuple[int, ...], outer: tuple[int, ...]) -> None:
+    units["gate-modulated"].force(plan=plan, abreast=2)
+    run(units["gate-modulated"], outer, h)
 
 
 @pytest.mark.parametrize("h", PLANS)

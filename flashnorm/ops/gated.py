@@ -9,10 +9,11 @@ import torch
 
 from flashnorm import reference
 from flashnorm.core import device as devices
-from flashnorm.core import plan
+from flashnorm.core import gradients, plan
 from flashnorm.core.checks import check_present
 from flashnorm.core.op import NUMERICS, Op
 from flashnorm.ops import programs
+from flashnorm.ops.gate_gradient import Form, record
 from flashnorm.program import (
     Affine,
     Cast,
@@ -264,7 +265,7 @@ def rmsnorm_gate(
     enable_pdl: bool | None = None,
     numerics: str = "flashinfer",
 ) -> torch.Tensor:
-    r"""`rmsnorm_sigmoid_gate` into a new tensor; its gradient is not there yet, and asking for it raises.
+    r"""`rmsnorm_sigmoid_gate` into a new tensor; differentiable.
 
     .. math::
         y = \operatorname{rmsnorm}(x) \cdot w \cdot \operatorname{act}(g), \quad\text{or}\quad
@@ -277,12 +278,20 @@ def rmsnorm_gate(
             `rmsnorm_sigmoid_gate`.
 
     Returns:
-        out.
+        out. Where an input requires a gradient it is recorded, with the same bits: saved are the input, the gate and
+        the weight. With `out` such a call raises. A compiler is handed the formula, with PyTorch's exponential.
 
     Raises:
         As `rmsnorm_sigmoid_gate`.
     """
     given, new = _grouped(GATED_NEW, input, gate, weight, group_size), out
+    if out is None and gradients.wanted(input, gate, weight):
+        options = (eps, numerics, activation, norm_before_gate, enable_pdl)
+        if torch.compiler.is_compiling():  # here, since fakes see shapes alone
+            GATED_NEW._validate([*given, None, *options])
+        form = Form(eps, activation, norm_before_gate in (True, "yes"), enable_pdl)
+        y = record(form, lambda *tensors: GATED_NEW.checked(*tensors, None, *options), *given)
+        return y if group_size is None else y.flatten(-2)
     if group_size is not None and isinstance(out, torch.Tensor) and out.shape == input.shape:
         new = out.unflatten(-1, (-1, group_size))  # with another shape, it is refused
     call = GATED_NEW.checked if group_size is None else _GROUPS_NEW

@@ -28,9 +28,9 @@ inline void force_plan(int threads, int rows, int cluster, int lanes, int groups
 }
 
 // threads, cluster, lanes, groups, groups that are there, threads of a CTA at most, whether a CTA may have several rows,
-// the rows a thread has abreast, whether it is for rows that are not whole aligned groups, and which programs have it (0: all but
-// large ones, 1: heavy ones, 2: those of several sums, 3: large ones, 4: modulated ones, 5: dense ones; 6 and 7: those
-// of 2 and 4 that share much), of every tile.
+// the rows of a thread, whether it is for rows that are not whole aligned groups, and which programs have it (0: all
+// but large ones, 1: heavy ones, 2: those of several sums, 3: large ones, 4: modulated ones, 5: dense ones; 6 and 7:
+// those of 2 and 4 that share much), of every tile.
 inline std::string tiles() {
   std::string text;
   const auto describe = [&](auto tile, int programs) {
@@ -42,11 +42,9 @@ inline std::string tiles() {
   for_each_tile([&](auto tile) { describe(tile, 0); }, Tiles{});
   for_each_tile([&](auto tile) { describe(tile, 1); }, HeavyTiles{});
   for_each_tile([&](auto tile) { describe(tile, 2); }, LayerTiles{});
-  for_each_tile([&](auto tile) { describe(tile, 2); }, TriedLayerTiles{});
   for_each_tile([&](auto tile) { describe(tile, 6); }, SharingLayerTiles{});
   for_each_tile([&](auto tile) { describe(tile, 3); }, LargeTiles{});
   for_each_tile([&](auto tile) { describe(tile, 4); }, ModulatedTiles{});
-  for_each_tile([&](auto tile) { describe(tile, 4); }, TriedModulatedTiles{});
   for_each_tile([&](auto tile) { describe(tile, 7); }, SharingModulatedTiles{});
   for_each_tile([&](auto tile) { describe(tile, 5); }, DenseTiles{});
   return text;

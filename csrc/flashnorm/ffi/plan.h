@@ -86,18 +86,6 @@ using SharingLayerTiles = TileList<                    //
     Tile<128, 1, 8, 1, Whole, false, 8, 128, 4, 2>,    // of up to 8192
     Tile<256, 1, 4, 2, Whole, false, 8, 256, 2, 2>>;   // of up to 16384
 
-#ifdef FLASHNORM_TUNING
-// What nobody has measured, or lost, for tuning builds alone (benchmarks/tune_cuda.py): several rows in a CTA, which find
-// each other's vectors in L1; so few registers that hundreds of rows run at once.
-using TriedLayerTiles = TileList<Tile<128, 1, 8, 1, Whole, false, 7, 256, 3>>;
-using TriedModulatedTiles = TileList<Tile<64, 1, 8, 1, Whole, false, 8, 64>,    // lost without biases
-                                     Tile<64, 1, 8, 1, Whole, false, 6, 256>,   //
-                                     Tile<128, 1, 8, 1, Whole, false, 5, 256>>;
-#else
-using TriedLayerTiles = TileList<>;
-using TriedModulatedTiles = TileList<>;
-#endif
-
 // In their place for programs whose limit is instructions: four lanes a thread, which share a thread's own work, or
 // eight where fewer threads leave none of them idle.
 using DenseTiles = TileList<           //
@@ -196,14 +184,12 @@ constexpr ProgramFacts facts_of() {
 
 template <bool kWanted, class List>
 using TilesIf = std::conditional_t<kWanted, List, TileList<>>;
-using AllLayerTiles = decltype(joined(LayerTiles{}, TriedLayerTiles{}));
-using AllModulatedTiles = decltype(joined(ModulatedTiles{}, TriedModulatedTiles{}));
 template <bool kHeavy, bool kLayered, bool kDense>
-using FurtherTiles = std::conditional_t<kLayered, AllLayerTiles,
+using FurtherTiles = std::conditional_t<kLayered, LayerTiles,
                                         std::conditional_t<kDense, DenseTiles, TilesIf<kHeavy, HeavyTiles>>>;
 template <bool kSharing, bool kModulated>
 using MoreTiles = decltype(joined(
-    TilesIf<kModulated, AllModulatedTiles>{},
+    TilesIf<kModulated, ModulatedTiles>{},
     TilesIf<kSharing, std::conditional_t<kModulated, SharingModulatedTiles, SharingLayerTiles>>{}));
 template <class Program>
 using TilesOf = decltype(joined(
