@@ -1,6 +1,6 @@
 """The command line: `python -m flashnorm doctor | verify | explain | cache | precompile | bench`.
 
-Exit codes: 0 all is well, 1 something failed or nothing serves, 2 wrong usage.
+Exit codes: 0 all is well, 1 something failed or nothing serves, 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"flashnorm {arguments.command}: {error}", file=sys.stderr)
         return 2
-    return int(importlib.import_module(COMMANDS[arguments.command][0]).run(arguments))
+    try:
+        return int(importlib.import_module(COMMANDS[arguments.command][0]).run(arguments))
+    except KeyboardInterrupt:
+        print(f"flashnorm {arguments.command}: interrupted", file=sys.stderr)
+        return 130
 
 
 def check_environment() -> None:

@@ -52,6 +52,14 @@ def test_wrong_usage_exits_with_2(argv, capsys):
     assert caught.value.code == 2
 
 
+def test_an_interrupt_ends_without_a_traceback(capsys, monkeypatch):
+    def interrupted(_: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache_cli, "run", interrupted)
+    assert run(capsys, "cache", "list") == (130, "", "flashnorm cache: interrupted\n")
+
+
 @pytest.mark.parametrize("command", list(cli.COMMANDS))
 def test_every_command_has_help_and_json(command, capsys):
     with pytest.raises(SystemExit) as caught:
