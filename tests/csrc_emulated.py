@@ -50,7 +50,9 @@ class Emulated:
         self.module["force"](sm, shared_memory, *plan, abreast, processors)
 
 
-def build(folder: Path, programs: Mapping[str, tuple[Program, tuple[str, ...]]]) -> dict[str, Emulated]:
+def build(
+    folder: Path, programs: Mapping[str, tuple[Program, tuple[str, ...]]], defines: tuple[str, ...] = ()
+) -> dict[str, Emulated]:
     """Compiles programs with their dtypes, as many at once as there are cores; skips where there is no compiler."""
     import tvm_ffi
 
@@ -72,6 +74,7 @@ def build(folder: Path, programs: Mapping[str, tuple[Program, tuple[str, ...]]])
             "-ffp-contract=off",
             "-fno-gnu-unique",
             "-DFN_FAST=1",
+            *(f"-D{name}" for name in defines),
         ]
         command += ["-fvisibility=hidden", "-shared", "-fPIC", f"-I{CSRC}", f"-I{ROOT / 'csrc'}"]
         command += [f"-I{path}" for path in ffi.include_dirs]
