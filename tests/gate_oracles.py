@@ -120,9 +120,21 @@ def gated(
     activation: str,
     before: bool,
 ) -> Expected:
-    """rmsnorm(x) * w * act(gate), or rmsnorm(x * act(gate)) * w, over groups; rows are judged whole."""
+    """`gated_norm`, of any dtypes; rows are judged whole."""
+    wide = _wide(x), _wide(gate), None if weight is None else _wide(weight)
+    y, rstd, judged = gated_norm(*wide, eps=eps, group=group, activation=activation, before=before)
+    return _expected(y, x.dtype, rstd[..., 0], judged.all(-1))
+
+
+def gated_norm(
+    x: F64, gate: F64, weight: F64 | None, *, eps: float, group: int | None, activation: str, before: bool
+) -> tuple[F64, F64, torch.Tensor]:
+    """rmsnorm(x) * w * act(gate), or rmsnorm(x * act(gate)) * w, over groups, with each group's `_rstd`.
+
+    Autograd can follow it.
+    """
     groups = (*x.shape[:-1], -1, group or x.shape[-1])
-    h, a = _wide(x).reshape(groups), act(_wide(gate), activation).reshape(groups)
+    h, a = x.reshape(groups), act(gate, activation).reshape(groups)
     n, rstd, judged = _rstd(h if before else h * a, eps)
-    y = n if weight is None else n * _wide(weight).reshape(groups[-2:] if group else (1, -1))
-    return _expected((y * a if before else y).reshape(x.shape), x.dtype, rstd[..., 0], judged.all(-1))
+    y = n if weight is None else n * weight.reshape(groups[-2:] if group else (1, -1))
+    return (y * a if before else y).reshape(x.shape), rstd, judged

@@ -27,6 +27,8 @@ EAGER_FACTOR = 2.0
 SECOND_RELATIVE = 1e-5
 SUM_OF_ROUNDED = 3e-5
 SUM_RELATIVE = 1e-6  # L2, of a gradient that is a sum over rows
+# Of the largest gradient under a gate, by the dtype that it is stored in: its rounding, and what is found in fp32.
+GATED_GRADIENT = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -269,6 +271,13 @@ def assert_row_gradient(got: torch.Tensor, want: ExpectedGradients, what: str = 
     if got.dtype != torch.float32:
         wrong &= steps_between(got, round_to(want.dh, got.dtype)) > 1
     _fail(wrong, got, want.dh, what)
+
+
+def assert_gated_gradient(got: torch.Tensor, want: torch.Tensor, what: str = "") -> None:
+    """A gradient under a gate, whose exponential is PyTorch's: by the largest of its tensor."""
+    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}"
+    error = float((got.detach().cpu().double() - want.cpu()).abs().max() / want.abs().max())
+    assert error <= GATED_GRADIENT[got.dtype], f"{what}: off by {error:.2e} of the largest"
 
 
 def assert_same_sum(got: torch.Tensor, want: torch.Tensor, what: str = "", *, rounded: bool = False) -> None:

@@ -10,6 +10,7 @@ gradient is wanted (`create_graph=True`), PyTorch differentiates the formula ins
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,7 @@ class Differentiable:
 
     def __call__(self, *args: Any, in_place: bool = False) -> tuple[Tensor, ...]:
         """The norm, recorded: (y, [h,] *statistics). Takes what `serve` takes; `in_place`: dx may overwrite dy."""
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing():
+        if watched():
             check(self.op, *args)  # here, since fakes see shapes alone
             return self.overload(*args)
         return _Record.apply(self, in_place, *args)
@@ -123,6 +124,16 @@ class Differentiable:
             return self.serve(*args)  # which says what is wrong with arguments
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*args)
+
+
+def watched() -> bool:
+    """Whether a call is recorded by somebody else than autograd: a compiler, a mode or a trace."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
+
+
+def on_route(forced: str | None) -> contextlib.AbstractContextManager[None]:
+    """The route that a forward was forced to, for its backward: gradients have threads of their own."""
+    return contextlib.nullcontext() if forced is None else dispatch.backend(forced)
 
 
 def check(op: Op, x: Any, residual: Any, weight: Any, bias: Any, eps: Any, numerics: Any, pdl: Any) -> None:
@@ -169,10 +180,8 @@ class _Record(torch.autograd.Function):
             gradients = _of_sum(given)
         elif torch.is_grad_enabled():
             gradients = _by_formula(norm, given)
-        elif ctx.forced is None:
-            gradients = norm.backward(given)
-        else:  # the route that the forward was forced to; gradients have threads of their own
-            with dispatch.backend(ctx.forced):
+        else:
+            with on_route(ctx.forced):
                 gradients = norm.backward(given)
         return (None, None, *gradients, None, None, None)
 

@@ -6,18 +6,17 @@ kernels for the rows and PyTorch for the gate, in fp32. Compilers and modes are 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from flashnorm.core import dispatch
+from flashnorm.core import dispatch, gradients
+from flashnorm.core.gradients import Maybe
 from flashnorm.ops.backward import rmsnorm_backward
 from flashnorm.ops.rmsnorm import rmsnorm
 
 Tensor = torch.Tensor
-Maybe = torch.Tensor | None  # written out where PyTorch reads annotations
 
 
 class Form(NamedTuple):
@@ -30,30 +29,30 @@ class Form(NamedTuple):
 
 
 def record(form: Form, serve: Callable[[Tensor, Maybe, Tensor], Tensor], x: Any, weight: Any, gate: Any) -> Tensor:
-    """serve(x, weight, gate), recorded. Under a compiler or a mode it is the formula: `serve` has checked nothing."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing():
-        return formula(form, x, weight, gate)
+    """serve(x, weight, gate), recorded."""
     y: Tensor = _Record.apply(form, serve, x, weight, gate)
     return y
 
 
 def formula(form: Form, x: Tensor, weight: Maybe, gate: Tensor) -> Tensor:
     """The result by differentiable functions, in fp32, rounded once; its activation is PyTorch's."""
-    act, _ = _activation(form, gate)
+    act, _ = _activated(form, gate)
     h = x.float() if form.before else x.float() * act
     y = rmsnorm(h, weight, form.eps, enable_pdl=form.enable_pdl)
     assert isinstance(y, torch.Tensor)
     return (y * act if form.before else y).to(x.dtype)
 
 
-def _activation(form: Form, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """(act(g), act'(g)), fp32."""
+def _activated(form: Form, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """(act(g), sigmoid(g)), fp32."""
     g = gate.float()
     s = torch.sigmoid(g)
-    if form.activation == "sigmoid":
-        return s, s * (1 - s)
-    act = g * s
-    return act, s + act * (1 - s)
+    return (s if form.activation == "sigmoid" else g * s), s
+
+
+def _slope(form: Form, act: Tensor, s: Tensor) -> Tensor:
+    """act'(g), of what `_activated` gives."""
+    return s * (1 - s) if form.activation == "sigmoid" else s + act * (1 - s)
 
 
 class _Record(torch.autograd.Function):
@@ -68,15 +67,14 @@ class _Record(torch.autograd.Function):
         form, saved, needs = ctx.form, ctx.saved_tensors, ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
             return (None, None, *_differentiable(form, saved, needs, dy))
-        # The route that the forward was forced to; gradients have threads of their own.
-        with contextlib.nullcontext() if ctx.forced is None else dispatch.backend(ctx.forced):
+        with gradients.on_route(ctx.forced):
             return (None, None, *_gradients(form, saved, needs, dy))
 
 
 def _gradients(form: Form, saved: Sequence[Any], needs: Sequence[bool], dy: Tensor) -> tuple[Maybe, Maybe, Maybe]:
     """Of x, the weight and the gate."""
     (x, weight, gate), (for_x, for_weight, for_gate) = saved, needs
-    act, slope = _activation(form, gate)
+    act, s = _activated(form, gate)
     d, wide = dy.float(), x.float()
     h = wide if form.before else wide * act
     n, rstd = rmsnorm(h, weight, form.eps, enable_pdl=form.enable_pdl, return_rstd=True)
@@ -85,18 +83,12 @@ def _gradients(form: Form, saved: Sequence[Any], needs: Sequence[bool], dy: Tens
         wanted["dx"] = torch.float32
     arriving = d * act if form.before else d
     found = rmsnorm_backward(arriving, h, weight, rstd, wanted=wanted, enable_pdl=form.enable_pdl) if wanted else {}
-    dh = found.get("dx")
-    if form.before:
-        dx, dgate = dh, d * n * slope if for_gate else None
-    else:
-        assert dh is not None or not (for_x or for_gate)
-        dx = dh * act if for_x and dh is not None else None
-        dgate = dh * wide * slope if for_gate and dh is not None else None
-    return (
-        None if dx is None or not for_x else dx.to(x.dtype),
-        found.get("dweight"),
-        None if dgate is None else dgate.to(gate.dtype),
-    )
+    dx = dgate = None
+    if for_x:
+        dx = (found["dx"] if form.before else found["dx"] * act).to(x.dtype)
+    if for_gate:
+        dgate = ((d * n if form.before else found["dx"] * wide) * _slope(form, act, s)).to(gate.dtype)
+    return dx, found.get("dweight"), dgate
 
 
 def _differentiable(form: Form, saved: Sequence[Any], needs: Sequence[bool], dy: Tensor) -> list[Maybe]:

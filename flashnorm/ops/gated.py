@@ -13,7 +13,7 @@ from flashnorm.core import gradients, plan
 from flashnorm.core.checks import check_present
 from flashnorm.core.op import NUMERICS, Op
 from flashnorm.ops import programs
-from flashnorm.ops.gate_gradient import Form, record
+from flashnorm.ops.gate_gradient import Form, formula, record
 from flashnorm.program import (
     Affine,
     Cast,
@@ -287,10 +287,12 @@ def rmsnorm_gate(
     given, new = _grouped(GATED_NEW, input, gate, weight, group_size), out
     if out is None and gradients.wanted(input, gate, weight):
         options = (eps, numerics, activation, norm_before_gate, enable_pdl)
-        if torch.compiler.is_compiling():  # here, since fakes see shapes alone
-            GATED_NEW._validate([*given, None, *options])
         form = Form(eps, activation, norm_before_gate in (True, "yes"), enable_pdl)
-        y = record(form, lambda *tensors: GATED_NEW.checked(*tensors, None, *options), *given)
+        if gradients.watched():
+            GATED_NEW._validate([*given, None, *options])  # here, since fakes see shapes alone
+            y = formula(form, *given)
+        else:
+            y = record(form, lambda *tensors: GATED_NEW.checked(*tensors, None, *options), *given)
         return y if group_size is None else y.flatten(-2)
     if group_size is not None and isinstance(out, torch.Tensor) and out.shape == input.shape:
         new = out.unflatten(-1, (-1, group_size))  # with another shape, it is refused
