@@ -42,12 +42,11 @@ class Emulated:
         *,
         sm: int = 90,
         shared_memory: int = 227 * 1024,
-        processors: int = 132,
         plan: tuple[int, ...] = (0, 0, 0, 0, 0),
         abreast: int = 1,
     ) -> None:
         """The device of the next launches, and their plan: threads, rows, cluster, lanes, groups; zeros for its own."""
-        self.module["force"](sm, shared_memory, *plan, abreast, processors)
+        self.module["force"](sm, shared_memory, *plan, abreast)
 
 
 def build(

@@ -24,6 +24,11 @@ def fold_bytes(blocks):
     return SLICES * blocks * WARP * 4
 
 
+def fold_grid(hidden_size, blocks):
+    """CTAs of a fold for all columns of one gradient."""
+    return -(-hidden_size // (WARP * blocks))
+
+
 # ------------------------------------------------------------------ what a CTA leaves
 def partial_address(k, part, index, sum_floats):
     """int64 address of this thread's round 0 in a partial: number `index` (Int64) of sum `part`."""
@@ -104,7 +109,7 @@ def fold(variant, tensors, tid, bid, shared, most, live, weight_row, sum_floats,
     """
     parts = [name for name in ("dweight", "dbias") if name in tensors]
     hidden, width = variant.hidden_size, min(4, blocks)
-    ctas = -(-hidden // (WARP * blocks))
+    ctas = fold_grid(hidden, blocks)
     row, at = bid // Int32(ctas * len(parts)), bid % Int32(ctas * len(parts))
     part = (at >= Int32(ctas)).to(Int32)
     lane, warp = tid % Int32(WARP), tid // Int32(WARP)

@@ -301,8 +301,8 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
         turns = shape.turns if tile.threads <= WARP else 1
         batch = 4 if early else shape.batch or _batch(tile, 0, vectors)
         abreast = shape.abreast if _registers_suffice(tile, held * shape.abreast) else 1
-        tile = replace(tile, abreast=abreast, ahead=shape.ahead and abreast > 1)
-        return replace(tile, early_weights=early, batch=batch, turns=turns)
+        ahead = shape.ahead and abreast > 1
+        return replace(tile, early_weights=early, batch=batch, turns=turns, abreast=abreast, ahead=ahead)
     early = shape.shared and tile.early_weights and _weights_fit(tile, 0, vectors)
     one_row = replace(tile, num_threads=threads, streaming=False)
     tile = replace(tile if shape.shared else one_row, early_weights=early, streaming=False)

@@ -172,8 +172,9 @@ class RowBackward:
                 **common,
             )
         if sums:
-            blocks_of_columns = -(-self.variant.hidden_size // (32 * tile.fold_blocks))
-            folds = weight_rows * Int64(blocks_of_columns * len(self.parts))
+            folds = weight_rows * Int64(
+                partials.fold_grid(self.variant.hidden_size, tile.fold_blocks) * len(self.parts)
+            )
             common |= {"grid": [Int32(folds), 1, 1], "block": [partials.FOLD_THREADS, 1, 1]}
             if mode == "one":
                 self.fold(index, mode, max(partials.SLICES, self.left(tile)), operands).launch(**common)

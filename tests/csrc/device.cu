@@ -16,12 +16,22 @@ using tvm::ffi::TensorView;
 
 constexpr int N = kGroup;
 
+// The number of this thread's pack.
+__device__ int64_t own() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
+
+__device__ void take(float (&v)[N], const float* from) {
+  for (int j = 0; j < N; ++j) v[j] = from[j];
+}
+__device__ void give(float* to, const float (&v)[N]) {
+  for (int j = 0; j < N; ++j) to[j] = v[j];
+}
+
 template <class T>
 __global__ void narrow_all(const float* from, T* to, int64_t packs) {
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t i = own();
   if (i >= packs) return;
   float v[N];
-  for (int j = 0; j < N; ++j) v[j] = from[i * N + j];
+  take(v, from + i * N);
   Pack<T, N> pack;
   narrow(pack, v);
   RowRef<T>{to, 0, 0}.store(pack, At<Whole>{{0, 0}, int(i * N), {}});
@@ -29,23 +39,23 @@ __global__ void narrow_all(const float* from, T* to, int64_t packs) {
 
 template <class T>
 __global__ void widen_all(const T* from, float* to, int64_t packs) {
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t i = own();
   if (i >= packs) return;
   Pack<T, N> pack;
   RowRef<const T>{from, 0, 0}.load(pack, At<Whole>{{0, 0}, int(i * N), {}});
   float v[N];
   widen(v, pack);
-  for (int j = 0; j < N; ++j) to[i * N + j] = v[j];
+  give(to + i * N, v);
 }
 
 template <Activation kActivation>
 __global__ void activate_all(const float* from, float* to, int64_t packs) {
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t i = own();
   if (i >= packs) return;
   float v[N];
-  for (int j = 0; j < N; ++j) v[j] = from[i * N + j];
+  take(v, from + i * N);
   activate<kActivation, bf16>(v);
-  for (int j = 0; j < N; ++j) to[i * N + j] = v[j];
+  give(to + i * N, v);
 }
 
 template <class From, class To>

@@ -19,8 +19,7 @@ inline Forced forced;
 
 template <class Program>
 void launch_rows(const Program& program, const Operands& operands, bool) {
-  Plan plan = forced.plan;
-  if (plan.threads == 0) plan = plan_of(program, operands, forced.device);
+  const Plan plan = plan_of(program, operands, forced.device, forced.plan);
   const RowLaunch<Program> launch = row_launch(program, operands, plan, forced.device);
   for (int64_t cta = 0; cta < launch.ctas; cta += plan.cluster) {
     emulation::run_cluster(unsigned(cta), plan.cluster, {unsigned(plan.threads), unsigned(plan.rows), 1},
@@ -56,9 +55,8 @@ inline bool has_kernel(int threads, int rows, int cluster, int lanes, int groups
          (most_abreast > 1 && (modulated ? any(SharingModulatedTiles{}) : any(SharingLayerTiles{})));
 }
 
-inline void force(int sm, int shared_memory, int threads, int rows, int cluster, int lanes, int groups, int abreast,
-                  int processors) {
-  forced.device = {sm, processors, shared_memory};
+inline void force(int sm, int shared_memory, int threads, int rows, int cluster, int lanes, int groups, int abreast) {
+  forced.device = {sm, Forced{}.device.processors, shared_memory};
   forced.plan = {threads, rows, cluster, lanes, groups, true, abreast};
 }
 

@@ -60,9 +60,10 @@ void launch_rows(const Program& program, const Operands& operands, bool enable_p
   const DeviceGuard guard(device);
   const DeviceFacts& facts = device_facts<Program>(device);
 
-  Plan plan = plan_of(program, operands, facts);
 #ifdef FLASHNORM_TUNING
-  if (forced_plan().threads > 0) plan = forced_plan();
+  const Plan plan = plan_of(program, operands, facts, forced_plan());
+#else
+  const Plan plan = plan_of(program, operands, facts);
 #endif
   const RowLaunch<Program> launch = row_launch(program, operands, plan, facts);
   if (launch.ctas > 0x7FFFFFFFll) TVM_FFI_THROW(ValueError) << text(rows) << " rows are too many for one launch";

@@ -63,14 +63,17 @@ bool same_below(const Program& program) {
 // outer row.
 template <class Program>
 bool may_be_abreast(const Program& program, const Operands& operands, int rows) {
+  if (rows == 1) return true;
   return (operands.inner() == operands.rows() || operands.inner() % rows == 0) && same_below(program);
 }
 
-// The plan for a launch.
+// The plan for a launch: its own, or as much as can be of one that is forced (which has threads then).
 template <class Program>
-Plan plan_of(const Program& program, const Operands& operands, const DeviceFacts& device) {
+Plan plan_of(const Program& program, const Operands& operands, const DeviceFacts& device, Plan forced = {}) {
   ProgramFacts facts = facts_of<Program>();
-  if (!may_be_abreast(program, operands, facts.abreast)) facts.abreast = 1;
+  int& abreast = forced.threads > 0 ? forced.abreast : facts.abreast;
+  if (!may_be_abreast(program, operands, abreast)) abreast = 1;
+  if (forced.threads > 0) return forced;
   return pick(device, operands.grid_rows(), operands.hidden_size(), operands.width(), facts);
 }
 
@@ -83,12 +86,11 @@ struct RowLaunch {
 };
 
 template <class Program>
-RowLaunch<Program> row_launch(const Program& program, const Operands& operands, Plan plan, const DeviceFacts& device) {
+RowLaunch<Program> row_launch(const Program&, const Operands& operands, const Plan& plan, const DeviceFacts& device) {
   using Raw = typename LocatedOf<Program>::template Raw<kGroup>;
   const int64_t rows = operands.rows();
   const bool whole = operands.width() == kGroup;
   RowLaunch<Program> launch{nullptr, {rows, operands.inner(), operands.hidden_size(), plan.prefetch, false}, 0, 0};
-  if (!may_be_abreast(program, operands, plan.abreast)) plan.abreast = 1;  // where a caller has forced it
   int present = 0;  // of the tiles that carry it out, the one with the least room
   for_each_kernel<Program>([&](RowKernel<Program> kernel, auto tile) {
     using Tile = decltype(tile);
