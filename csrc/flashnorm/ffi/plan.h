@@ -58,6 +58,7 @@ using LargeTiles = TileList<
 // Further tiles for diffusion transformers, whose rows are gated, summed twice and modulated: instructions are close to
 // the limit (26 an element, 400 a thread and row), so few threads a row, and none that idles at the widths in use.
 using ModulatedTiles = TileList<                  //
+    Tile<128, 1, 4, 1, Whole, false, 3, 128>,     // many rows of up to 3072
     Tile<128, 1, 8, 1, Whole, false, 5, 128>,     // many rows of up to 5120
     Tile<128, 1, 8, 1, Whole, false, 8, 128>>;    // of up to 8192
 using SharingModulatedTiles = TileList<                //

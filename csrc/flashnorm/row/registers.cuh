@@ -56,7 +56,8 @@ class RegisterRow {
   // Half of a thread's groups are certain, if there is a row: a row has more than half as many groups as lanes, and more
   // than half of what a tile has room for.
   static constexpr int kCertain = kHeld / 2;
-  static constexpr bool kHasRow = !Tile::kManyRows && decltype(Program::store)::kBlock == kNoBlock;
+  static constexpr bool kHasRow =
+      !Tile::kManyRows && decltype(Program::store)::kBlock == kNoBlock && decltype(Program::stats)::kSums > 1;
   static_assert(kRows == 1 || !AgainOf<decltype(Program::store)>::kThere, "a row is held once more");
 
  public:
