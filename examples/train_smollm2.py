@@ -11,7 +11,8 @@ reference that every Python carries. The script exits with 1 unless
 - both runs with flashnorm have the same losses to the last bit, and end with the same weights;
 - the smoothed loss with flashnorm is closer to that without it than the two orders of the text are to each other.
 
-`--tiny` trains a small model of the same kind from random weights on bytes: seconds on a CPU, no download.
+`--tiny` trains a small model of the same kind from random weights on bytes: seconds on a CPU, no download. It needs the
+extra `transformers` alone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def text() -> str:
 
 def tiny_model() -> tuple[torch.Tensor, Any]:
     """(tokens [n], a Llama of two layers with random weights); a token is a byte."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ModuleNotFoundError:
+        raise SystemExit('transformers is not installed: pip install -e ".[transformers]"') from None
 
     torch.manual_seed(0)
     config = LlamaConfig(

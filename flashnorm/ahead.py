@@ -89,7 +89,7 @@ def preload(source: str | PathLike[str]) -> int:
         ValueError: it is no recipe, or names an operator that this version does not have.
         RuntimeError: no route can serve a kernel; the text says what is missing.
     """
-    kernels = recipe.from_json(Path(source).read_text(encoding="utf-8"))
+    kernels = recipe.read(source)
     known = operators()
     unknown = sorted({kernel.op for kernel in kernels} - set(known))
     if unknown:

@@ -8,13 +8,15 @@ import dataclasses
 import functools
 import itertools
 import platform
+import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import flashnorm
@@ -26,7 +28,7 @@ from flashnorm.core import device as devices
 from flashnorm.core import dispatch, plan
 from flashnorm.core.op import OPS, Op
 from flashnorm.core.tools import tools
-from flashnorm.jit import JitError, toolchain
+from flashnorm.jit import JitError, cpu, toolchain
 from flashnorm.jit.entry import read_meta
 from flashnorm.jit.store import Store, default_store
 from flashnorm.program import Program, Variant
@@ -80,6 +82,7 @@ def versions() -> dict[str, str]:
         "platform": platform.platform(),
         "torch": torch.__version__,
         "torch cuda": str(torch.version.cuda),
+        **({"nvidia driver": known} if (known := driver(_read("/proc/driver/nvidia/version"))) else {}),
     }
 
 
@@ -98,11 +101,30 @@ def _tools() -> dict[str, Any]:
 def _tool(found: Any) -> dict[str, Any]:
     if isinstance(found, toolchain.Missing):
         return {"found": False, "detail": str(found)}
-    wanted = ("version", "path", "machine", "level")
+    if isinstance(found, toolchain.HostCompiler):
+        command = shlex.join(found.command)
+        return {"found": True, "detail": f"{command} ({found.kind}) {found.version} {found.machine}"}
+    if isinstance(found, cpu.Cpu):
+        named = cpu.model_name(_read("/proc/cpuinfo"))
+        return {"found": True, "detail": ", ".join([*filter(None, (named, found.machine)), " ".join(found.vectors)])}
+    wanted = ("version", "path")
     detail = [_text(getattr(found, name)) for name in wanted if getattr(found, name, None)]
     if isinstance(found, toolchain.Dsl) and not found.known_good:
         detail.append("(not a version that was tested)")
     return {"found": True, "detail": " ".join(detail) or str(found)}
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not this system's, or not shown to a container
+        return ""
+
+
+def driver(text: str) -> str | None:
+    """The version of NVIDIA's driver, from the text of /proc/driver/nvidia/version."""
+    found = re.search(r"^NVRM version:.*?\b(\d+\.[\d.]+\d)\b", text, flags=re.MULTILINE)
+    return found[1] if found else None
 
 
 def _text(value: Any) -> str:
@@ -114,6 +136,7 @@ def _device(name: str, facts: devices.DeviceFacts, *, here: bool) -> dict[str, A
     ready = kernels(facts)
     return {
         "name": name,
+        "model": torch.cuda.get_device_name(name) if here and name.startswith("cuda") else None,
         "here": here,
         "capability": facts.capability,
         "formats": api.formats(facts),
@@ -201,7 +224,9 @@ def _read_variant(key: dict[str, Any]) -> tuple[Variant | None, tuple[str, ...]]
 
 # ------------------------------------------------------------------ what is printed
 def _print(found: dict[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    from flashnorm.__main__ import console as of_commands
+
+    console = of_commands()
     table = Table("what", "found", title="this machine", title_justify="left")
     for name, version in found["versions"].items():
         table.add_row(name, version)
@@ -211,7 +236,8 @@ def _print(found: dict[str, Any]) -> None:
         table.add_row(f"setting {name}", value)
     console.print(table)
     for device in found["devices"]:
-        title = device["name"] + ("" if device["here"] else " (not here)")
+        title = device["name"] + (f" {device['model']}" if device.get("model") else "")
+        title += "" if device["here"] else " (not here)"
         if device["capability"]:
             title += " compute capability {}.{}".format(*device["capability"])
         table = Table("operator", "route", "passed over", title=title, title_justify="left")

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         if settings.disable_jit:
             raise ValueError("FLASHNORM_DISABLE_JIT forbids building")
         kernels = wanted(arguments)
-        jobs = arguments.jobs or toolchain.job_count(settings)
+        jobs = toolchain.job_count(settings) if arguments.jobs is None else arguments.jobs
         if jobs < 1:
             raise ValueError(f"--jobs must be positive, got {jobs}")
     except (OSError, ValueError) as error:
@@ -94,8 +94,7 @@ def wanted(arguments: argparse.Namespace) -> list[Kernel]:
     routes = _words("--routes", arguments.routes or "cute,cuda", GPU_ROUTES)
     kernels: list[Kernel] = []
     if arguments.recipe is not None:
-        text = sys.stdin.read() if arguments.recipe == "-" else Path(arguments.recipe).read_text(encoding="utf-8")
-        for kernel in recipe.from_json(text):
+        for kernel in recipe.read(arguments.recipe, sys.stdin if arguments.recipe == "-" else None):
             gpu = kernel.arch != "host"
             for arch in [a for a in archs if a != "host"] if gpu and archs else [kernel.arch]:
                 for route in routes if gpu and arguments.routes is not None else [kernel.route]:

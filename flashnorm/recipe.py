@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from flashnorm import program as vocabulary
 from flashnorm.program import BackwardProgram, Program, QkNormRope, RowProgram, Stage, Variant
@@ -115,6 +117,24 @@ def to_json(kernels: Iterable[Kernel]) -> str:
     """The text of a recipe; equal sets of kernels give equal texts."""
     data = sorted((_kernel_data(kernel) for kernel in dict.fromkeys(kernels)), key=json.dumps)
     return json.dumps({"format": FORMAT, "kernels": data}, indent=1) + "\n"
+
+
+def read(path: str | os.PathLike[str], stream: TextIO | None = None) -> tuple[Kernel, ...]:
+    """The kernels of a recipe's file, or of standard input where that is given.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: as `from_json` says; the text names the file.
+    """
+    name = "standard input" if stream is not None else os.fspath(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8") if stream is None else stream.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: this is no recipe, nor any text") from error
+    try:
+        return from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def from_json(text: str) -> tuple[Kernel, ...]:

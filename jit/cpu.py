@@ -30,6 +30,11 @@ class Cpu:
         lacking = [name for name in ("avx2", "fma") if name not in self.features]
         return f"the processor lacks {' and '.join(lacking)}" if lacking else None
 
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Of the features, those that decide whether the `cpu` route serves and how wide its vectors are."""
+        return tuple(name for name in self.features if re.fullmatch(r"avx|avx2|avx512\w+|fma|asimd\w*|sve\w*", name))
+
 
 # Instruction set extensions as /proc/cpuinfo calls them. Its other words (kernel features, mitigations)
 # change with the kernel and say nothing about code.
@@ -49,6 +54,12 @@ def parse_cpuinfo(text: str, machine: str) -> Cpu:
     # -mcpu=native goes by the part number too.
     parts = {f"{a}-{b}" for a, b in re.findall(r"^CPU (implementer|part)\s*:\s*(\S+)$", text, flags=re.MULTILINE)}
     return Cpu(machine, tuple(sorted(common | parts)))
+
+
+def model_name(text: str) -> str | None:
+    """What /proc/cpuinfo calls the processor, where it names it."""
+    found = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(\S.*)$", text, flags=re.MULTILINE)
+    return found[1].strip() if found else None
 
 
 @functools.cache

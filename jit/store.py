@@ -161,15 +161,14 @@ class Store:
         return self._build(spec)
 
     def _missing(self, spec: ArtifactSpec, build: bool) -> str:
-        places = [*self.aot_dirs, *filter(None, (self.root,)), *self.readable]
+        """One line. All that makes a kernel what it is, generated sources too, is for those who debug."""
         what = ", ".join(f"{name}={value}" for name, value in spec.identity.items())
+        logger.debug("the kernel %s is %s", spec.name, what)
+        places = [*self.aot_dirs, *filter(None, (self.root,)), *self.readable]
         why = "FLASHNORM_DISABLE_JIT forbids building it" if build else "it has not been built"
-        how = f"Precompile it with `{spec.how_to_get}` and set" if spec.how_to_get else "Precompile it, and set"
+        how = f"`{spec.how_to_get}` makes it, for FLASHNORM_AOT_DIR=DIR; " if spec.how_to_get else ""
         where = ", ".join(map(str, places)) or "any folder"
-        return (
-            f"the kernel {spec.name} is missing: it is not in {where}, and {why}.\n"
-            f"{how} FLASHNORM_AOT_DIR to that folder.\nIt is {what}"
-        )
+        return f"{how}the kernel {spec.name} is not in {where}, and {why}"
 
     def _build(self, spec: ArtifactSpec) -> Path:
         root = self.root

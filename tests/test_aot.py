@@ -91,7 +91,9 @@ def test_nothing_else_is_in_the_folder_and_a_second_run_keeps_it(gpu_folder):
         (("--arch", "sm_90a", "--ops", "rmsnrm", "--hidden", "64"), "'rmsnrm'"),
         (("--arch", "sm_90a", "--ops", "rmsnorm", "--hidden", "0"), "--hidden"),
         (("--arch", "h200", "--ops", "rmsnorm", "--hidden", "64"), "sm_90a"),
+        (("--arch", "sm_90a", "--ops", "rmsnorm", "--hidden", "64", "--jobs", "0"), "--jobs must be positive, got 0"),
         (("--recipe", "/nowhere/recipe.json"), "No such file"),
+        (("--recipe", "-"), "standard input: "),
         (("--recipe", "-"), "Expecting value"),
     ],
 )

@@ -13,6 +13,7 @@ from flashnorm import backends
 from flashnorm.core import device as devices
 from flashnorm.core import dispatch, plan
 from flashnorm.core.op import OPS
+from flashnorm.jit.store import Store
 
 
 @pytest.fixture
@@ -129,3 +130,15 @@ def test_the_backend_context_holds_for_warm_calls(fresh):
         with flashnorm.backend("torch"):
             flashnorm.rmsnorm(x, weight)
     assert used == ["cpu", "cpu"]
+
+
+def test_a_kernel_that_may_not_be_built_is_one_line_with_the_command_first(fresh, caplog):
+    fresh.setattr("flashnorm.jit.store.default_store", lambda: Store(None, disabled=True))
+    fresh.setattr(plan, "tools", lambda: dispatch.Tools(None, frozenset(), None, None))
+    x, weight = tensors()
+    with caplog.at_level(logging.WARNING, logger="flashnorm"):
+        flashnorm.rmsnorm(x, weight)
+    (said,) = (record.message for record in caplog.records if record.message.startswith("rmsnorm: "))
+    command = "flashnorm precompile --arch host --ops rmsnorm --dtype bf16 --hidden 48 --numerics flashinfer --out DIR"
+    assert said.startswith(f"rmsnorm: torch route in place of cpu: `{command}` makes its kernel")
+    assert len(said.splitlines()) == 1 and len(said) < 500

@@ -15,6 +15,7 @@ import flashnorm
 from benchmarks.container_view import look
 from flashnorm import backends, recipe
 from flashnorm import precompile as module
+from flashnorm.__main__ import main
 from flashnorm.core import commands, dispatch, plan
 from flashnorm.core.device import DeviceFacts
 from tests.aotkit import cache_fixture, needs_cxx, precompile, variant  # noqa: F401
@@ -51,6 +52,23 @@ def test_a_bad_recipe_is_refused(change, error):
     change(data)
     with pytest.raises(ValueError, match=error):
         recipe.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("data", "error"), [(b"{}", "no recipe of format 1"), (b"\xff\xfe\x00", "nor any text"), (b"[", "line 1")]
+)
+@pytest.mark.parametrize("command", [False, True])
+def test_a_bad_recipe_is_named(data, error, command, tmp_path, capsys):
+    file = tmp_path / "recipe.json"
+    file.write_bytes(data)
+    if command:
+        assert main(["precompile", "--recipe", str(file), "--out", str(tmp_path / "out")]) == 2
+        said = capsys.readouterr().err
+    else:
+        with pytest.raises(ValueError) as caught:
+            flashnorm.preload(file)
+        said = str(caught.value)
+    assert f"{file}: " in said and error in said
 
 
 def test_the_command_makes_the_variant_again():

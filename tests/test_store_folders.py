@@ -74,7 +74,9 @@ def test_export_all_goes_on_after_a_failure(cache, builder, tmp_path):
     assert sorted(seen) == ["bad", good.name] and builder.calls == 1
 
 
-def test_disabled_says_what_is_missing(cache, builder, tmp_path):
+def test_disabled_says_what_is_missing(cache, builder, tmp_path, caplog):
+    """The command first, in one line; what a kernel is made of may be pages, and is for those who debug."""
+    caplog.set_level("DEBUG", logger="flashnorm")
     spec = fake_spec(
         builder, {"op": "rmsnorm", "arch": "sm_90a"}, how_to_get="flashnorm precompile --arch sm_90a --out DIR"
     )
@@ -82,10 +84,11 @@ def test_disabled_says_what_is_missing(cache, builder, tmp_path):
     with pytest.raises(MissingArtifact) as caught:
         spec.build_and_load(disabled)
     text = str(caught.value)
+    assert text.startswith("`flashnorm precompile --arch sm_90a --out DIR` makes it, for FLASHNORM_AOT_DIR=DIR; ")
+    assert len(text.splitlines()) == 1 and "arch=sm_90a" not in text
+    assert [(r.levelname, "arch=sm_90a" in r.message) for r in caplog.records] == [("DEBUG", True)]
     for part in (
         "rmsnorm-bf16",
-        "arch=sm_90a",
-        "precompile --arch sm_90a",
         str(tmp_path / "aot"),
         "FLASHNORM_DISABLE_JIT",
     ):

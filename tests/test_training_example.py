@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +41,9 @@ def test_the_example_says_what_went_wrong(example: Any) -> None:
     args = example.parse(["--tiny", "--steps", "3"])
     assert example.smooth([1.0, 2.0]) == [1.5] and example.distance([1.0] * 9, [2.0] * 9) == 1.0
     assert args.tiny and args.steps == 3
+
+
+def test_the_example_says_what_is_not_installed(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit, match="transformers is not installed: pip install"):
+        example.main(["--tiny", "--steps", "1"])

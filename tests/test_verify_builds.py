@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 import torch
 
@@ -43,3 +45,54 @@ def test_progress_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys) 
     say("later")
     say.end()
     assert capsys.readouterr().err == "flashnorm verify: 0 s  later\n"
+
+
+def test_lines_are_counted_once_over_all_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every route's, and those of what is no row program: who waits sees one total."""
+    monkeypatch.setattr(verify, "serves", lambda op, route, device: None if route in ("cpu", "torch") else "not here")
+    monkeypatch.setattr(
+        verify, "verify_line", lambda op, route, case, device, *_: verify.new_line(op, route, case, device)
+    )
+    monkeypatch.setattr(verify.turned, "_verify", lambda *_: None)
+    monkeypatch.setattr(verify.builds, "COMPILED", ())
+    for routes in (("cpu", "torch"), ()):
+        said: list[str] = []
+        found, _ = verify.check_device(CPU, quick=True, routes=routes, say=said.append)
+        counted = [text.split("; ")[0] for text in said if " of " in text]
+        assert counted == [f"cpu: {n} of {len(found)} lines" for n in range(1, len(found) + 1)]
+        assert {line.route for line in found} == set(routes or ("cpu",))
+        assert any("fused_qk_rmsnorm_rope" in text for text in said)
+
+
+def command(**given: object) -> argparse.Namespace:
+    plain = {"quick": True, "json": False, "device": "cpu", "ops": "rmsnorm", "routes": "cpu", "html": "", "arch": []}
+    return argparse.Namespace(**{**plain, **given})
+
+
+@pytest.mark.parametrize("place", ["nowhere/page.html", "."])
+@pytest.mark.parametrize("json", [False, True])
+def test_a_page_that_cannot_be_written_is_told_at_once(place, json, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(verify, "check_device", lambda *_, **__: pytest.fail("checked before the file was tried"))
+    assert verify.run(command(html=str(tmp_path / place), json=json)) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("flashnorm verify: ") and str(tmp_path) in printed.err and printed.out == ""
+
+
+def test_trying_a_page_leaves_what_was_there(tmp_path, monkeypatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify, "check_device", interrupted)
+    old, new = tmp_path / "old.html", tmp_path / "new.html"
+    old.write_text("a page")
+    for file in (old, new):
+        with pytest.raises(KeyboardInterrupt):
+            verify.run(command(html=str(file)))
+    assert old.read_text() == "a page" and not new.exists()
+
+
+def test_a_device_that_is_not_here_is_named(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(verify.devices, "visible", lambda: [CPU])
+    assert verify.run(command(device="cuda")) == 2
+    printed = capsys.readouterr()
+    assert printed.err == "flashnorm verify: there is no CUDA device here\n" and printed.out == ""

@@ -222,7 +222,8 @@ def _serve(
             except Exception as error:  # any failure to build or load means: the next route
                 reason = f"failed to {'load' if isinstance(error, LoadError) else 'build'}: {error}"
                 if isinstance(error, MissingArtifact):
-                    reason = f"{error}\nThis command makes it: {commands.command(op, route, target, variant)}"
+                    command = commands.command(op, route, target, variant)
+                    reason = f"`{command}` makes its kernel, for FLASHNORM_AOT_DIR=DIR; {error}"
                 if settings.strict:
                     raise (MissingArtifact(reason) if isinstance(error, MissingArtifact) else error) from None
                 _failed[(route, target, variant)] = reason

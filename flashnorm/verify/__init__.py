@@ -21,6 +21,7 @@ they do not know counts as a failure, not as passed over.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -73,8 +74,9 @@ def check_device(
     """
     lines: list[Line] = []
     missing: dict[str, str] = {}
+    plans: list[tuple[str, list[Op], list[tuple[Op, Case, Shapes]], list[Op]]] = []
     for route in (r for r in ROUTES if not routes or r in routes):
-        if quick and route == "torch" and not routes and lines:
+        if quick and route == "torch" and not routes and plans:
             continue  # plain PyTorch: slow, and the same everywhere
         serving = {}
         for name, op in every().items():
@@ -88,10 +90,20 @@ def check_device(
         rows, mine = ([op for op in serving.values() if op.by_rows is kind] for kind in (True, False))
         covering = quick and not ops
         todo = list(chosen(rows, device, quick=quick, exact=route != "torch", covering=covering))
-        turns = turned.chosen(mine, covering=covering)
+        turns = list(turned.chosen(mine, covering=covering))
+        if todo or turns:
+            plans.append((route, rows, todo, turns))
+    total = sum(len(todo) + sum(len(turned.forms_of(op, quick)) for op in turns) for _, _, todo, turns in plans)
+    begun = itertools.count(1)
+    for route, rows, todo, turns in plans:
         also = turned.variants(turns, quick) if route != "torch" else []
-        lines += _check_route(route, todo, _more(rows, route, quick), also, device, quick, say)
-        lines += turned.verify_lines(turns, route, device, quick=quick, say=say)
+
+        def tell(text: str, route: str = route) -> None:
+            say(f"{device.type}: {next(begun)} of {total} lines; {route}, {text}")
+
+        say(f"{device.type}: {route}")
+        lines += _check_route(route, todo, _more(rows, route, quick), also, device, quick, tell)
+        lines += turned.verify_lines(turns, route, device, quick=quick, say=tell)
     return lines, {route: reason for route, reason in missing.items() if all(line.route != route for line in lines)}
 
 
@@ -109,15 +121,17 @@ def _check_route(
     quick: bool,
     say: Callable[[str], None],
 ) -> list[Line]:
-    """The lines of a route, each checked once its kernel is there; speeds come last, when no compiler runs beside."""
+    """The lines of a route, each checked once its kernel is there; speeds come last, when no compiler runs beside.
+
+    `say` is told of each line as it begins.
+    """
     lines: dict[int, Line] = {}
-    say(f"{device.type}: {route}, {len(todo)} lines")
     with builds.Builds(route, [(op, case) for op, case, _ in todo], more, device, also) as ahead:
         for place in ahead.in_turn():
             op, case, shapes = todo[place]
             line = lines[place] = new_line(op, route, case, device)
-            kernels = f", {ahead.built} of {ahead.total} kernels are there" if ahead.total else ""
-            say(f"{device.type}: {route}, {len(lines)} of {len(todo)} lines{kernels}; {op.name}, {line.dtypes}")
+            kernels = f"{ahead.built} of {ahead.total} kernels are there; " if ahead.total else ""
+            say(f"{kernels}{op.name}, {line.dtypes}")
             try:
                 lines[place] = verify_line(op, route, case, device, shapes, 2 if quick else 4)
             except Exception as error:  # whatever is raised is the finding
@@ -219,9 +233,15 @@ def run(args: argparse.Namespace) -> int:
             if name not in known:
                 print(f"flashnorm verify: no {what} {name!r}; there are {', '.join(known)}", file=sys.stderr)
                 return 2
+    html = Path(args.html) if getattr(args, "html", "") else None
     try:
         elsewhere = [toolchain.parse_arch(name) for name in getattr(args, "arch", ())]
-    except ValueError as error:
+        here = {device.type for device in devices.visible()}
+        if args.device not in ("all", *here) and not elsewhere:
+            raise ValueError(f"there is no {args.device.upper()} device here")
+        if html is not None:
+            _try_to_write(html)
+    except (OSError, ValueError) as error:
         print(f"flashnorm verify: {error}", file=sys.stderr)
         return 2
     began, say = time.monotonic(), builds.Progress()
@@ -263,10 +283,19 @@ def run(args: argparse.Namespace) -> int:
         "versions": {"flashnorm": flashnorm.__version__, "torch": torch.__version__},
         "devices": found,
     }
-    if getattr(args, "html", ""):
-        Path(args.html).write_text(report.page(made), encoding="utf-8")
+    if html is not None:
+        html.write_text(report.page(made), encoding="utf-8")
     if args.json:
         print(json.dumps(made, indent=2))
     else:
         print(f"{len(lines) + len(answers) - failed} of {len(lines) + len(answers)} lines ok, {made['seconds']:.0f} s")
     return (0 if made["ok"] else 1) if lines else 2
+
+
+def _try_to_write(file: Path) -> None:
+    """Raises OSError where a page cannot be written: better now than after minutes of checks."""
+    new = not file.exists()
+    if new or file.is_file() or file.is_dir():  # no pipe: who reads it would take this for the end
+        file.open("ab").close()
+    if new:
+        file.unlink()

@@ -119,11 +119,11 @@ def make_problem(op: Op, form: Form, shape: Shape, sequences: int = SEQUENCES) -
 
 def variants(ops: Iterable[Op], quick: bool) -> list[Variant]:
     """What is compiled for them."""
-    problems = [make_problem(op, form, QUICK_SHAPES[0], 1) for op in ops for form in _forms(op, quick)]
+    problems = [make_problem(op, form, QUICK_SHAPES[0], 1) for op in ops for form in forms_of(op, quick)]
     return [normalise(p.op, p.program, [p.given[o.name] for o in p.op.operands])[0] for p in problems]
 
 
-def _forms(op: Op, quick: bool) -> tuple[Form, ...]:
+def forms_of(op: Op, quick: bool) -> tuple[Form, ...]:
     return FORMS[op.name][: 1 if quick else None]
 
 
@@ -143,11 +143,11 @@ def call(problem: Problem, device: torch.device) -> dict[str, Tensor]:
 def verify_lines(
     ops: Iterable[Op], route: str, device: torch.device, *, quick: bool, say: Callable[[str], None]
 ) -> Iterator[Line]:
-    """A line for each form of each operator."""
+    """A line for each form of each operator; each is said as it begins."""
     for op in ops:
-        for form in _forms(op, quick):
+        for form in forms_of(op, quick):
             line = new_line(op, route, form)
-            say(f"{device.type}: {op.name}, {route}, {line.dtypes}")
+            say(f"{op.name}, {line.dtypes}")
             try:
                 _verify(line, op, form, route, device, QUICK_SHAPES if quick else SHAPES, 2 if quick else 4)
                 if route != "torch" and not quick and form == FORMS[op.name][0]:
