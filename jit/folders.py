@@ -58,8 +58,21 @@ def prepare(folder: Path) -> str | None:
     The folder may be the system's (a volume that root mounted for this user), for it was named on
     purpose; the layout folder in it is this user's and closed to all others.
     """
-    mine = user_id() or 0
-    root = folder / LAYOUT
+    return _prepare(folder / LAYOUT)
+
+
+def remake(root: Path, temporary: bool) -> str | None:
+    """Make a layout folder again that somebody removed while this process uses it; return why that fails, or None.
+
+    As `choose_folders` made it, with all its questions: in a place open to all, somebody else may have been faster.
+    """
+    if temporary and not _is_private(root.parent):
+        return f"{root.parent} is not this user's alone"
+    return _prepare(root)
+
+
+def _prepare(root: Path) -> str | None:
+    mine, folder = user_id() or 0, root.parent
     try:
         if not folder.exists():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from typing import Any
 from ..config import Settings, settings
 from .entry import ABSENT, KERNELS, cache_name, check_entry, fsync_path, fsync_tree, portable_name, write_meta
 from .env import BuildError, LoadError, MissingArtifact, logger
-from .folders import choose_folders, user_id
+from .folders import choose_folders, remake, user_id
 from .spec import ArtifactSpec
 
 fcntl: Any
@@ -40,6 +40,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL = 1 << 16  # bytes free, below which a failing build is blamed on the disk
 _QUARANTINE_SIZE = 8
+_REMOVED = (FileNotFoundError, FileExistsError)  # the second: of a folder that was there, and then was not
+_TRIES = 3  # at building in a folder that somebody keeps removing
 
 
 class Store:
@@ -50,6 +52,7 @@ class Store:
         aot_dirs: folders of precompiled kernels, looked at first, never written.
         readable: more folders of cache entries, never written.
         disabled: never build.
+        temporary: `root` is in a place open to all.
     """
 
     def __init__(
@@ -59,11 +62,13 @@ class Store:
         aot_dirs: Sequence[Path] = (),
         readable: Sequence[Path] = (),
         disabled: bool = False,
+        temporary: bool = False,
     ) -> None:
         self.root = root
         self.aot_dirs = tuple(aot_dirs)
         self.readable = tuple(readable)
         self.disabled = disabled or root is None
+        self.temporary = temporary
         self._loaded: dict[str, Callable[..., Any]] = {}
         self._reported: set[Path] = set()
 
@@ -71,7 +76,8 @@ class Store:
     def from_settings(cls, config: Settings) -> Store:
         """The store that the environment asks for."""
         folders = choose_folders(config)
-        return cls(folders.root, aot_dirs=config.aot_dirs, readable=folders.readable, disabled=config.disable_jit)
+        more = {"disabled": config.disable_jit, "temporary": folders.temporary}
+        return cls(folders.root, aot_dirs=config.aot_dirs, readable=folders.readable, **more)
 
     # ---------------------------------------------------------------- looking
     def lookup(self, spec: ArtifactSpec) -> Path | None:
@@ -173,20 +179,27 @@ class Store:
     def _build(self, spec: ArtifactSpec) -> Path:
         root = self.root
         assert root is not None
+        for left in reversed(range(_TRIES)):
+            try:
+                if not root.is_dir() and (reason := remake(root, self.temporary)) is not None:
+                    raise FileNotFoundError(reason)
+                return self._build_in(root, spec)
+            except OSError as error:
+                # A cache may be removed at any time, this one's locks with it: then all begins again.
+                if not left or not isinstance(error, _REMOVED):
+                    raise _disk_error(root, spec, error) from error
+        raise AssertionError
+
+    def _build_in(self, root: Path, spec: ArtifactSpec) -> Path:
         final = root / cache_name(spec)
-        try:
-            with exclusive(root, spec.digest, spec.name) as alone:
-                reason = check_entry(final, spec, owner=user_id())
-                if reason is None:
-                    return final  # another process or thread was faster
-                if reason is not ABSENT:
-                    logger.warning("cached kernel %s is built again: %s", final, reason)
-                    _quarantine(root, final)
-                _publish(root, spec, final, alone)
-        except BuildError:
-            raise
-        except OSError as error:
-            raise _disk_error(root, spec, error) from error
+        with exclusive(root, spec.digest, spec.name) as alone:
+            reason = check_entry(final, spec, owner=user_id())
+            if reason is None:
+                return final  # another process or thread was faster
+            if reason is not ABSENT:
+                logger.warning("cached kernel %s is built again: %s", final, reason)
+                _quarantine(root, final)
+            _publish(root, spec, final, alone)
         return final
 
 
@@ -223,14 +236,16 @@ def _run_builder(spec: ArtifactSpec, folder: Path) -> None:
     logger.info("building %s", spec.name)
     try:
         spec.builder(folder)
-    except BuildError as error:
-        # Compilers report a full disk in words of their own, or not at all.
-        if shutil.disk_usage(folder).free < _FULL:
-            raise BuildError(f"{spec.name} cannot be built: no space left in {folder.parent}\n{error}") from error
-        raise
-    except OSError:
-        raise
     except Exception as error:
+        if not folder.is_dir():  # whatever a compiler says of that
+            raise FileNotFoundError(errno.ENOENT, "removed while a kernel was built", str(folder)) from error
+        if isinstance(error, BuildError):
+            # Compilers report a full disk in words of their own, or not at all.
+            if shutil.disk_usage(folder).free < _FULL:
+                raise BuildError(f"{spec.name} cannot be built: no space left in {folder.parent}\n{error}") from error
+            raise
+        if isinstance(error, OSError) and not isinstance(error, _REMOVED):
+            raise
         raise BuildError(f"building {spec.name} failed: {type(error).__name__}: {error}") from error
 
 

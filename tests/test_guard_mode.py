@@ -168,6 +168,51 @@ def test_a_position_that_is_out_of_range(bad, coded, device):
     assert all(bool((out == 7).all()) for out in outs)
 
 
+@pytest.mark.parametrize("which", [torch.int32, torch.int64])
+def test_rows_that_no_index_picks_may_hold_anything(which, device, route):
+    pool, w = rows(device, 2, 3, 64), rows(device, 64, seed=1)
+    index = torch.tensor([[5, 1], [1, 2]], dtype=which, device=device)
+    with flashnorm.backend(route):
+        want = flashnorm.rmsnorm(pool, w, row_index=index)
+    pool.view(6, 64)[0], pool.view(6, 64)[3:5] = NAN, torch.inf
+    with flashnorm.backend(route):
+        assert torch.equal(flashnorm.rmsnorm(pool, w, row_index=index), want)
+        pool.view(6, 64)[2, 7] = NAN
+        with pytest.raises(GuardError, match=r"rmsnorm: .*input: row 2, element 7 is NaN before the launch \(1 of 6"):
+            flashnorm.rmsnorm(pool, w, row_index=index)
+        pool.view(6, 64)[2, 7] = torch.inf
+        with pytest.raises(GuardError, match="is NaN after the launch; row 2 of input holds an infinity"):
+            flashnorm.rmsnorm(pool, w, row_index=index)
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 1)])
+def test_scales_of_rows_that_no_index_picks_may_hold_anything(shape, device, route):
+    pool, w = torch.arange(-192, 192, device=device).view(6, 64).char(), rows(device, 64, seed=1)
+    scale, index = torch.full(shape, 0.25, device=device), torch.tensor([4, 1], device=device)
+    with flashnorm.backend(route):
+        want = flashnorm.rmsnorm(pool, w, row_index=index, input_scale=scale)
+    scale[0] = scale[5] = NAN
+    with flashnorm.backend(route):
+        assert torch.equal(flashnorm.rmsnorm(pool, w, row_index=index, input_scale=scale), want)
+        scale[4] = NAN
+        with pytest.raises(GuardError, match="input_scale: row 4, element 0 is NaN before the launch"):
+            flashnorm.rmsnorm(pool, w, row_index=index, input_scale=scale)
+        with pytest.raises(GuardError, match="input_scale: row 0, element 0 is NaN"):  # one for all rows
+            flashnorm.rmsnorm(pool, w, row_index=index, input_scale=scale[:1])
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_positions_that_no_token_has_may_hold_anything(coded, device, route):
+    problem = Turned(TurnedCase(rotary=32, interleave=False, coded=coded))
+    problem.positions.clamp_(1, 9)
+    problem.cache[0], problem.cache[10] = NAN, torch.inf
+    problem.run(route, device)
+    used = int(problem.positions.min())
+    problem.cache[used, 3] = NAN
+    with pytest.raises(GuardError, match=f"cos_sin_cache: row {used}, element 3 is NaN before the launch"):
+        problem.run(route, device)
+
+
 def test_rows_that_eps_rules_are_named(device, caplog):
     x, w = rows(device, 5, 64), rows(device, 64, seed=1)
     x[2:4] *= 1e-4

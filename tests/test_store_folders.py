@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import warnings
 from pathlib import Path
 
@@ -200,6 +201,62 @@ def test_a_trap_in_the_temporary_folder(temporary, tmp_path, trap):
             os.chown(place, 12345, 12345)
     found = _temporary_with_warning(Settings.from_env({}), temporary, "no home")
     assert not found.root.is_relative_to(place)
+
+
+# -------------------------------------------------------------------- a folder that is removed while it is used
+@pytest.mark.parametrize("gone", ["v1", "my cache", "outer"])
+def test_a_removed_cache_is_made_again(gone, tmp_path, builder):
+    place = tmp_path / "outer" / "my cache"
+    used = Store.from_settings(Settings(cache_dir=place))
+    assert fake_spec(builder).build_and_load(used)() == builder.content
+    made = {path: path.stat().st_mode for path in (place, place / "v1", *(place / "v1").glob(".*"))}
+    shutil.rmtree(next(path for path in (place / "v1", *(place / "v1").parents) if path.name == gone))
+    other = fake_spec(builder, {"dtype": "another"})
+    assert other.build_and_load(used)() == builder.content and other.lookup(used).parent == place / "v1"
+    assert {path: path.stat().st_mode for path in made} == made
+    # What is loaded stays so, and what is not is built once more.
+    assert fake_spec(builder).build_and_load(used)() == builder.content and builder.calls == 2
+    assert fake_spec(builder).build_and_load(Store(used.root))() == builder.content and builder.calls == 3
+
+
+def test_a_removed_temporary_folder_is_made_again(temporary, builder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        used = Store.from_settings(Settings.from_env({}))
+    shutil.rmtree(used.root.parent)
+    assert fake_spec(builder).build_and_load(used)() == builder.content
+    assert used.root.parent.stat().st_mode & 0o777 == used.root.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("trap", [pytest.param("owner", marks=needs_root), "link", "open"])
+def test_a_trap_where_a_temporary_folder_was(trap, temporary, tmp_path, builder):
+    """Somebody else was faster to make it, in a place open to all: nothing is built there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        used = Store.from_settings(Settings.from_env({}))
+    place = used.root.parent
+    shutil.rmtree(place)
+    if trap == "link":
+        (tmp_path / "elsewhere").mkdir()
+        place.symlink_to(tmp_path / "elsewhere")
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+        if trap == "owner":
+            os.chown(place, 12345, 12345)
+    with pytest.raises(BuildError, match=r"cannot be stored in .* is not this user's alone"):
+        fake_spec(builder).build(used)
+    assert builder.calls == 0 and not any(place.iterdir())
+
+
+@needs_root
+def test_another_user_where_a_cache_was(cache, builder):
+    shutil.rmtree(cache.root.parent)
+    cache.root.parent.mkdir()
+    os.chown(cache.root.parent, 12345, 12345)
+    with pytest.raises(BuildError, match=r"cannot be stored in .* belongs to another user \(12345\)"):
+        fake_spec(builder).build(cache)
+    assert builder.calls == 0 and not any(cache.root.parent.iterdir())
 
 
 def test_disabled_creates_nothing(tmp_path, builder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from flashnorm.jit import inventory, store
+from flashnorm.jit.env import BuildError
 from flashnorm.jit.spec import ArtifactSpec
 from flashnorm.jit.store import Store
 from tests.storekit import Builder, builder_fixture, cache_fixture, fake_spec, needs_fork  # noqa: F401
@@ -84,6 +86,85 @@ def test_processes_build_while_another_one_clears(cache, tmp_path):
     assert inventory.clear(cache.root).failed == []
     assert {path.name for path in cache.root.iterdir()} <= {".tmp", ".locks"}
     assert slow.calls >= 4
+
+
+@needs_fork
+def test_processes_build_while_another_one_removes_the_cache(cache, tmp_path):
+    """All of it, locks and what is being built too, by somebody who knows nothing of them."""
+    slow = Builder(tmp_path / "log", seconds=0.2)
+
+    def remove() -> None:
+        deadline = time.monotonic() + 10
+        while not slow.calls and time.monotonic() < deadline:
+            time.sleep(0.01)
+        shutil.rmtree(cache.root.parent, ignore_errors=True)  # builders put new things there meanwhile
+
+    remover = threading.Thread(target=remove)
+    remover.start()
+    try:
+        _processes(cache, slow, [n % 4 for n in range(8)])
+    finally:
+        remover.join()
+    assert not list(cache.root.glob(".tmp/*")) and not (cache.root / ".bad").exists()
+
+
+@pytest.mark.parametrize("how", ["goes on", "fails", "says so"])
+def test_a_cache_that_is_removed_in_the_middle_of_a_build(how, cache, tmp_path, builder):
+    seen = []
+
+    def build(folder: Path) -> None:
+        seen.append(folder)
+        if len(seen) == 1:
+            shutil.rmtree(cache.root.parent)
+            if how == "fails":
+                raise BuildError("g++: error: no such file or directory")
+            if how == "goes on":
+                return
+        builder(folder)  # which cannot write there the first time
+
+    assert fake_spec(build).build_and_load(cache)() == builder.content
+    assert len(seen) == 2 and list((cache.root / ".tmp").iterdir()) == []
+
+
+def test_a_cache_that_is_removed_while_a_lock_is_waited_for(cache, builder, monkeypatch):
+    if store.fcntl is None:
+        pytest.skip("no file locks here")
+    real, calls = store._flock, []
+
+    def flock(fd, name):
+        calls.append(fd)
+        if len(calls) == 1:
+            shutil.rmtree(cache.root.parent)
+        return real(fd, name)
+
+    monkeypatch.setattr(store, "_flock", flock)
+    assert fake_spec(builder).build_and_load(cache)() == builder.content
+    assert len(calls) == 2 and builder.calls == 1 and not store._held
+
+
+def test_a_cache_that_is_removed_again_and_again(cache):
+    """Somebody wants it gone: a build ends, and says why."""
+    tries = []
+
+    def build(folder: Path) -> None:
+        tries.append(folder)
+        shutil.rmtree(cache.root.parent)
+
+    with pytest.raises(BuildError, match=r"cannot be stored in .*No such file"):
+        fake_spec(build).build(cache)
+    assert 1 < len(tries) < 10
+
+
+def test_a_file_that_a_builder_lacks_is_no_removed_cache(cache):
+    tries = []
+
+    def build(folder: Path) -> None:
+        tries.append(folder)
+        raise FileNotFoundError("nvcc")
+
+    with pytest.raises(BuildError, match="building rmsnorm-bf16 failed: FileNotFoundError: nvcc"):
+        fake_spec(build).build(cache)
+    assert len(tries) == 1
 
 
 @pytest.mark.parametrize("own_stores", [True, False])

@@ -3,8 +3,9 @@
 A kernel that writes too little, too much or nonsense shows up as a wrong token many layers later. Under guard mode
 each call runs on copies of its outputs, poisoned and with canaries around every row, and
 
-- before the launch: an input with a NaN, and a row index that is out of range, raise; rows whose mean square (of
-  LayerNorm: variance) is less than ten times eps are named in a warning, since there eps rules the result;
+- before the launch: an input with a NaN in what is read of it, and a row index that is out of range, raise; rows whose
+  mean square (of LayerNorm: variance) is less than ten times eps are named in a warning, since there eps rules the
+  result;
 - after it: memory beside an output that was written, an input that was written, an element that was not, a residual
   that is not the sum, padding of scales that is not zero, and a NaN all raise `GuardError`, which names the operator,
   the argument and the first row. The caller's outputs are written only when all is well.
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("flashnorm")
 
 Tensor = torch.Tensor
+# Kinds of operands of whose rows an index picks some -> the index. What no index names may hold anything: a page that
+# was never filled, positions that no token has.
+PICKED = {"pool": "row_index", "per_pool": "row_index", "table": "positions"}
 QUIET = 10.0  # times eps: where the mean square is less, eps changes the result by more than a twentieth
 
 
@@ -141,6 +145,15 @@ class _Call:
             return mask.reshape(-1, 1)
         return mask.reshape(-1, mask.shape[-1] if mask.dim() else 1)
 
+    def read(self, name: str, mask: Tensor) -> Tensor:
+        """What of a mask, [rows, values of a row], lies in rows of an operand that the call reads."""
+        index = self.given.get(PICKED.get(self.kinds[name].kind, ""))
+        if index is None or mask.shape[0] == 1:  # one value for all rows is read whatever they are
+            return mask
+        picked = torch.zeros_like(mask[:, :1])
+        picked[index.flatten().long()] = True
+        return mask & picked
+
     # -------------------------------------------------------------- before
     def check_index(self) -> None:
         """Indices that kernels read nothing for: of rows, and of the positions of a table."""
@@ -160,8 +173,8 @@ class _Call:
         for operand in self.operands:
             if operand.mode != "out":
                 tensor = self.given[operand.name]
-                values = self.values(operand.name, tensor)
-                self.rows_fail(operand.name, is_nan(operand, tensor.dtype, values), "is NaN before the launch")
+                nan = is_nan(operand, tensor.dtype, self.values(operand.name, tensor))
+                self.rows_fail(operand.name, self.read(operand.name, nan), "is NaN before the launch")
 
     def warn_of_quiet_rows(self, scalars: Sequence[float]) -> None:
         """Names the rows that eps rules, where this module knows how rows come about."""
@@ -238,7 +251,7 @@ class _Call:
         for operand in self.operands:
             tensor = self.given[operand.name]
             if operand.mode != "out" and dtype_name(tensor) in FLOATS:
-                infinite = tensor.isinf().reshape(-1, tensor.shape[-1] if tensor.dim() else 1).any(-1).nonzero()
+                infinite = self.read(operand.name, self.by_rows(operand.name, tensor.isinf())).any(-1).nonzero()
                 if infinite.numel():
                     return f"; row {int(infinite[0])} of {self.op.label(operand)} holds an infinity"
         return ""

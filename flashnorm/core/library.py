@@ -46,10 +46,10 @@ def _autograd(op: Op) -> Callable[..., None]:
     """Raises where a gradient would be lost; below it, nothing records."""
 
     def refusing(*args: Any) -> None:
-        if torch.is_grad_enabled():
-            for operand, tensor in zip(op.operands, args, strict=False):
-                if tensor is not None and (tensor.requires_grad or _has_tangent(tensor)):
-                    raise RuntimeError(f"{op.called}: {op.label(operand)} requires grad, but {_lost()}")
+        recording = torch.is_grad_enabled()
+        for operand, tensor in zip(op.operands, args, strict=False):
+            if tensor is not None and ((recording and tensor.requires_grad) or _has_tangent(tensor)):
+                raise RuntimeError(f"{op.called}: {op.label(operand)} requires grad, but {_lost()}")
         with torch._C._AutoDispatchBelowAutograd():
             op.overload(*args)
 
@@ -76,9 +76,13 @@ def refuse_vmap(op: Op, tensors: Iterable[torch.Tensor | None]) -> None:
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether forward-mode AD follows a tensor."""
-    level = torch.autograd.forward_ad._current_level
-    return level >= 0 and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+    """Whether forward-mode AD follows a tensor: also under `torch.no_grad()`, which stops recording alone.
+
+    In inference mode PyTorch's own operators drop tangents, and tensors under a transform cannot be unpacked there.
+    """
+    if torch.autograd.forward_ad._current_level < 0 or torch.is_inference_mode_enabled():
+        return False
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _fake(*_: Any) -> None:
