@@ -211,3 +211,16 @@ def test_a_width_that_no_weight_tells(calls: list[tuple[str, str]]) -> None:
     assert calls == []
     patched(x_of(3, 64))
     assert len(calls) == 1
+
+
+# ------------------------------------------------------------------ torch.export
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_of_a_patched_root(strict: bool, pair: tuple[nn.Module, nn.Module]) -> None:
+    """Inputs keep the names of the original's parameters."""
+    norm, patched = pair
+    name = "hidden_states" if isinstance(norm, LlamaRMSNorm) else "input" if isinstance(norm, nn.LayerNorm) else "x"
+    rows = {name: {0: torch.export.Dim("rows", min=2)}}
+    program = torch.export.export(patched, (x_of(4, 64),), dynamic_shapes=rows, strict=strict)
+    assert any("flashnorm" in str(node.target) for node in program.graph.nodes)
+    assert name in [node.name for node in program.graph.nodes if node.op == "placeholder"]
+    assert torch.equal(program.module()(x_of(9, 64)), patched(x_of(9, 64)))

@@ -28,6 +28,7 @@ being `torch.nn.LayerNorm` (BERT and its kin, GPT-2, OPT, Phi, Falcon, ViT, Whis
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -108,6 +109,15 @@ class _Forward:
             original: Any = type(module).forward
             return original(module, *args, **kwargs)
         return getattr(flashnorm, op)(args[0], *given, float(eps), numerics=numerics)
+
+    # `torch.export` without Dynamo looks at the forward of the root as at a function, and names inputs by it.
+    @property
+    def __code__(self) -> Any:
+        return type(self.module).forward.__code__
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self.module).forward.__get__(self.module))
 
 
 def patch(model: nn.Module, *, numerics: str | None = None) -> int:
