@@ -10,11 +10,10 @@ or, for a program or a test file as it stands:
     python -m flashnorm.integrations.flashinfer -m pytest test_norm.py
 
 What is there are FlashInfer's norms, with its names, argument order and defaults (0.7.2), and the few helpers that
-code around norms asks for. Everything else of FlashInfer is missing: importing it raises, and says why. The functions
-call flashnorm's own, so its contract holds where the two differ: wrong arguments raise ValueError or TypeError, and
-shapes, dtypes and devices that FlashInfer refuses are served. Where flashnorm would refuse a call because a gradient
-would be lost, it is lost, as in FlashInfer.
-
+code around norms asks for. Everything else of FlashInfer is missing: `importlib.util.find_spec` gives None for its
+modules, importing them raises, and a missing attribute says why. The functions call flashnorm's own, so its contract
+holds where the two differ: wrong arguments raise ValueError or TypeError, and shapes, dtypes and devices that
+FlashInfer refuses are served. A gradient that flashnorm would refuse to lose is lost, as in FlashInfer.
 Operators that this version of flashnorm lacks are left out.
 """
 
@@ -289,12 +288,18 @@ class _StandIn(ModuleType):
 
 
 class _Finder:
-    """Says of every other module of FlashInfer why it is not there."""
+    """Keeps the other modules of FlashInfer missing: stand-ins have empty paths, where most finders find nothing.
+
+    None lets engines look for optional parts (`importlib.util.find_spec`); an import asks no other question, so its
+    error has Python's words. Finders that go by full names (editable installations) are stopped by an error.
+    """
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         if _mine(name) and isinstance(sys.modules.get(ROOT), _StandIn):
-            raise ModuleNotFoundError(f"No module named {name!r}: {_WHY}", name=name)
+            others: list[Any] = [f for f in sys.meta_path if getattr(f, "__module__", None) != __name__]
+            if any(f.find_spec(name, path, target) is not None for f in others if hasattr(f, "find_spec")):
+                raise ModuleNotFoundError(f"No module named {name!r}: {_WHY}", name=name)
 
 
 def _mine(name: str) -> bool:

@@ -13,11 +13,14 @@ what they were, and it pickles and copies (the copy is patched too, and its own)
 same places as the original's; sums are taken in flashnorm's own fixed order, so their last bit may
 differ (the contract's section on numerics bounds by how much).
 
-A call that the kernels do not serve runs the original forward, so nothing is lost and nothing raises:
+A call that the kernels do not serve runs the original forward, compiled or not, so nothing is lost, and what raises is
+the original's own error:
 - a `torch.func` transform or forward-mode differentiation is active;
-- a tensor subclass (DTensor, fake tensors), a dtype other than fp32, fp16 and bf16, or a weight in
-  another dtype than the input where the original would return the wider one;
-- a LayerNorm over several dimensions, or under autocast, which wants it in fp32.
+- a tensor subclass (DTensor, jagged tensors, fake tensors), a nested or sparse tensor, a dtype other than fp32, fp16
+  and bf16, or a weight in another dtype than the input where the original would return the wider one;
+- an input whose last dimension is not the weight's, or is beyond 262,144; an eps that is negative, not finite, or
+  no number;
+- a LayerNorm under autocast, which wants it in fp32.
 
 transformers itself is not imported: RMSNorm modules are known by their class name and attributes, LayerNorm ones by
 being `torch.nn.LayerNorm` (BERT and its kin, GPT-2, OPT, Phi, Falcon, ViT, Whisper).
@@ -25,12 +28,16 @@ being `torch.nn.LayerNorm` (BERT and its kin, GPT-2, OPT, Phi, Falcon, ViT, Whis
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 import flashnorm
+from flashnorm.core.checks import FLT_MAX, MAX_HIDDEN, PLAIN
 from flashnorm.core.op import NUMERICS
 
 
@@ -91,12 +98,26 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, (numerics, op) = self.module, self.family
-        given: tuple[Any, ...] = (module.weight, module.bias) if op == "layernorm" else (module.weight,)
+        weight: Any = module.weight
+        given: tuple[Any, ...] = (weight,)
+        shape = getattr(weight, "shape", None)
+        if op == "layernorm":
+            given, shape = (weight, module.bias), module.normalized_shape
+        eps = _eps(module)
         # Families name their parameter differently: a keyword is the original's business.
-        if len(args) != 1 or kwargs or not _serves(args[0], given, op):
+        if len(args) != 1 or kwargs or not _serves(args[0], given, shape, eps, op):
             original: Any = type(module).forward
             return original(module, *args, **kwargs)
-        return getattr(flashnorm, op)(args[0], *given, _eps(module), numerics=numerics)
+        return getattr(flashnorm, op)(args[0], *given, float(eps), numerics=numerics)
+
+    # `torch.export` without Dynamo looks at the forward of the root as at a function, and names inputs by it.
+    @property
+    def __code__(self) -> Any:
+        return type(self.module).forward.__code__
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self.module).forward.__get__(self.module))
 
 
 def patch(model: nn.Module, *, numerics: str | None = None) -> int:
@@ -187,10 +208,9 @@ def _family(module: nn.Module) -> Family | None:
     return FAMILIES.get(type(module).__name__)
 
 
-def _eps(module: nn.Module) -> float:
+def _eps(module: nn.Module) -> Any:
     """Read at every call, as the original does."""
-    eps: Any = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    return float(eps)
+    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
 
 
 def _slot(module: nn.Module) -> str:
@@ -203,18 +223,43 @@ def _bound_original(function: Any, module: nn.Module) -> bool:
     return getattr(function, "__self__", None) is module and getattr(function, "__func__", None) is type(module).forward
 
 
-def _serves(x: Tensor, given: tuple[Tensor | None, ...], op: str) -> bool:
+def _serves(x: Any, given: tuple[Any, ...], shape: Any, eps: Any, op: str) -> bool:
     """Whether a kernel may take this call: the same result, and no transform to lose."""
-    present = [t for t in given if t is not None]
-    if x.dtype not in _DTYPES or any(t.dtype not in _DTYPES for t in present):
+    # A strided nested tensor is a plain `Tensor` of the strided layout.
+    if not _plain(x) or x.dtype not in _DTYPES or x.is_nested or x.layout is not torch.strided:
         return False
-    if op != "gemma_rmsnorm" and any(t.dtype != x.dtype for t in present):
+    if x.shape[-1:] != shape or len(shape) != 1 or not 1 <= shape[0] <= MAX_HIDDEN:
         return False
-    if op == "layernorm" and torch.is_autocast_enabled(x.device.type):
+    dtypes, device = _DTYPES if op == "gemma_rmsnorm" else (x.dtype,), x.device
+    for tensor in given:
+        if tensor is None:
+            continue
+        if not _plain(tensor) or tensor.dtype not in dtypes or tensor.shape != shape or tensor.device != device:
+            return False
+    if not isinstance(eps, float | int) or not 0.0 <= eps <= FLT_MAX:
         return False
-    if torch.compiler.is_compiling():
-        return True
-    if type(x) is not Tensor and type(x) is not nn.Parameter:
+    if op == "layernorm" and _autocast(device.type):
         return False
     # Forward-mode tangents and torch.func levels do not show in requires_grad.
-    return torch.autograd.forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None
+    return torch.autograd.forward_ad._current_level < 0 and _untransformed()
+
+
+def _plain(tensor: Any) -> bool:
+    """Whether it is a tensor and no subclass; `torch.export` without Dynamo hands over fakes of plain ones."""
+    kind = type(tensor)
+    return kind in PLAIN or (kind in (FakeTensor, FunctionalTensor) and torch.compiler.is_compiling())
+
+
+def _autocast(device: str) -> bool:
+    # A device without autocast (meta) must not be asked whether it is on.
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+@torch.compiler.assume_constant_result
+def _untransformed() -> bool:
+    """Whether no `torch.func` transform is active.
+
+    Dynamo would take the answer None of PyTorch's function for an object. It runs this one instead while it traces,
+    where it has entered the transforms of the traced code, and guards their stack in any case.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is None
