@@ -86,7 +86,8 @@ class Op:
         self.options = options
         self.routes = routes
         self.broadcast_vecs = broadcast_vecs
-        self.by_value = dict(by_value or {})
+        # The number that stands for none is an object of the operator's own: warm calls tell it from an equal one.
+        self.by_value = {name: (s, n and float.fromhex(n.hex())) for name, (s, n) in (by_value or {}).items()}
         self.blocks = blocks or (lambda tensor, _: (tuple(tensor.shape), tensor.stride()))
         called_so = labels or {}
         numbers = {number: called_so.get(name, name) for name, (number, _) in self.by_value.items()}
