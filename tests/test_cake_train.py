@@ -221,3 +221,16 @@ def test_wrong_arguments(device: torch.device) -> None:
     for wrong in (lambda: cake_rmsnorm(3, w), lambda: cake_rmsnorm_train_backward(g, x, w, None)):  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"must be a torch\.Tensor"):
             wrong()
+
+
+@pytest.mark.parametrize("given", [(), ("rstd",), ("out",), ("out", "rstd"), ("residual", "rstd")], ids="+".join)
+@pytest.mark.parametrize("eps", ["1e-6", "abc", True, None, 1j, -1.0, float("nan"), float("inf")], ids=repr)
+def test_eps_is_a_number(eps: Any, given: tuple[str, ...], device: torch.device) -> None:
+    """Whatever else is handed over, and nothing is written before."""
+    v = values(4, 64, BF16, device)
+    buffers = {"rstd": torch.full((4,), torch.nan, device=device), "out": torch.full_like(v["x"], torch.nan)}
+    more = {name: v[name] if name == "residual" else buffers[name] for name in given}
+    error = ValueError if isinstance(eps, float) else TypeError
+    with pytest.raises(error, match="eps must be"):
+        cake_rmsnorm_train_forward(v["x"], v["w"], eps, **more)
+    assert all(bool(t.isnan().all()) for t in buffers.values())
