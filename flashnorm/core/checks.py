@@ -99,6 +99,17 @@ def check_option(op: Op, name: str, value: Any) -> Any:
         raise ValueError(f"{op.called}: {name} must be one of {sorted(map(str, accepted))}, got {value!r}") from None
 
 
+def check_settings(op: Op, given: Sequence[Any]) -> tuple[list[float], dict[str, Any], bool]:
+    """What a call has behind its operands: the scalars, the options, and whether launches may depend on each other."""
+    scalars = [check_scalar(op, name, value) for name, value in zip(op.scalars, given, strict=False)]
+    words = zip(op.options, given[len(op.scalars) : -1], strict=True)
+    options = {name: check_option(op, name, value) for name, value in words}
+    pdl = given[-1]
+    if pdl is not None and not isinstance(pdl, bool):
+        raise ValueError(f"{op.called}: enable_pdl must be None, True or False, got {pdl!r}")
+    return scalars, options, pdl is None or pdl
+
+
 def check_dtype_of(op: Op, name: str, tensor: Any, input: Any) -> None:
     """An output that must have the input's dtype."""
     both = isinstance(tensor, torch.Tensor) and isinstance(input, torch.Tensor)
