@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import flashnorm
 from flashnorm import cake_rmsnorm_train as cake
 from flashnorm.cake_rmsnorm_train import (
     CakeRMSNormFunction,
@@ -191,6 +192,37 @@ def test_support_is_told_and_never_raises() -> None:
     assert len(cake.ARCHES) == len(cake.SUPPORTED_COMPUTE_CAPABILITIES) and "sm_100a" in cake.ARCHES
     assert (9, 0) in cake.SUPPORTED_COMPUTE_CAPABILITIES and set(cake.__all__) <= set(dir(cake))
     assert route_key(512, "fwd", False) == "fwd_h512" and route_key(6144, "bwd", True) == "bwd_residual_h6144"
+
+
+@pytest.mark.parametrize("hidden", [float("inf"), float("nan"), "abc", [], object(), 2**80, -1, 1j], ids=repr)
+def test_support_of_sizes_that_are_none(hidden: Any) -> None:
+    assert is_cake_rmsnorm_train_supported("cpu", hidden) is False
+
+
+class NoNumber:
+    """Says so with an error of its own."""
+
+    def __int__(self) -> int:
+        raise KeyError
+
+
+def test_support_never_raises_whatever_the_error() -> None:
+    assert is_cake_rmsnorm_train_supported("cpu", NoNumber()) is False  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("probe", ["cake", "gate"])
+@pytest.mark.parametrize("where", ["cpu", "cuda", "cuda:99", "mps", "xpu", "hpu", "xla"])
+def test_support_of_devices_that_are_not_here(where: str, probe: str) -> None:
+    """Those that a tensor can be on, and no other."""
+    try:
+        torch.empty(0, device=where)
+        here = True
+    except Exception:
+        here = False
+    if probe == "cake":
+        assert is_cake_rmsnorm_train_supported(where) is here
+    else:
+        assert flashnorm.supports_rmsnorm_sigmoid_gate(torch.bfloat16, 128, where) is here
 
 
 def test_wrong_arguments(device: torch.device) -> None:
