@@ -206,11 +206,6 @@ def supports_fused_qk_rmsnorm_rope(qkv: Any, q_weight: Any = None, k_weight: Any
 
 
 # ------------------------------------------------------------------ checks
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{NAME}: {name} must be True or False, got {value!r}")
-
-
 def _whole(name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{NAME}: {name} must be an int, got {type(value).__name__}")
@@ -231,7 +226,7 @@ def _form(
     seen: tuple[Any, ...], output_fp8: Any, output_quant_scale: Any, v_quant_scale: Any, cache: Any, positions: Any
 ) -> tuple[bool, str]:
     """(whether sines come from a table, the layout), after the checks of all that makes no tensor."""
-    _flag("output_fp8", output_fp8)
+    checks.check_flag(NAME, "output_fp8", output_fp8)
     cached = cache is not None or positions is not None
     rotary = _check_cache(cache, positions) if cached else None
     layout = _text(*seen, rotary)
@@ -306,8 +301,8 @@ def _layout(
     most = checks.MAX_HIDDEN // width
     named = (("num_heads_q", num_heads_q), ("num_heads_k", num_heads_k), ("num_heads_v", num_heads_v))
     q, k, v = (_whole(name, value, 0, most) for name, value in named)
-    _flag("interleave", interleave)
-    _flag("is_qk_norm", is_qk_norm)
+    checks.check_flag(NAME, "interleave", interleave)
+    checks.check_flag(NAME, "is_qk_norm", is_qk_norm)
     if norm_scope not in SCOPES:
         raise ValueError(f"{NAME}: norm_scope must be one of {', '.join(SCOPES)}, got {norm_scope!r}")
     scope = norm_scope if is_qk_norm else "none"
