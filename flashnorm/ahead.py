@@ -13,7 +13,7 @@ from flashnorm import recipe
 from flashnorm.config import settings
 from flashnorm.core import device as devices
 from flashnorm.core import native, plan
-from flashnorm.core.commands import operators, plain_variant
+from flashnorm.core.commands import DTYPES, operators, plain_variant
 from flashnorm.core.op import NUMERICS
 from flashnorm.jit import ArtifactSpec
 from flashnorm.jit.arch import device_arch, parse_arch
@@ -130,7 +130,8 @@ def gen_norm_module(
         arch: the architecture, such as "sm_90a"; None for FLASHNORM_CUDA_ARCH, else the current device's.
 
     Raises:
-        ValueError: for an unknown operator or numerics, or where no architecture is given and no GPU is here.
+        ValueError: for an unknown operator or numerics, for a dtype that it does not take, or where no architecture is
+            given and no GPU is here.
     """
     known = operators()
     if op not in known:
@@ -140,6 +141,10 @@ def gen_norm_module(
     from flashnorm.backends import cuda
 
     variant = plain_variant(known[op], dtype, 128, {"numerics": NUMERICS[numerics]})
+    taken = [f"torch.{name}" for name in variant.program.operands()[0].dtypes]
+    accepted = [kind for kind in DTYPES.values() if str(kind) in taken]
+    if dtype not in accepted:  # the command line takes it for "any that there is"
+        raise ValueError(f"dtype must be one of {', '.join(map(str, accepted))}, got {dtype!r}")
     return cuda.spec(variant.program, variant.dtypes, _arch(arch or settings.cuda_arch))
 
 

@@ -19,7 +19,7 @@ import torch
 
 from flashnorm.core import device as devices
 from flashnorm.core import plan
-from flashnorm.core.checks import MAX_HIDDEN
+from flashnorm.core.checks import MAX_HIDDEN, check_scalar
 from flashnorm.core.op import NUMERICS
 from flashnorm.jit.arch import device_arch
 from flashnorm.ops.add import add_rmsnorm, add_rmsnorm_with_rstd
@@ -69,11 +69,11 @@ def is_cake_rmsnorm_train_supported(device: torch.device | str, hidden: int | No
         if hidden is not None and not 1 <= int(hidden) <= MAX_HIDDEN:
             return False
         where = torch.device(device)
-        if where.type == "cuda" and not torch.cuda.is_available():
+        if not devices.present(where):
             return False
         facts = devices.facts(where)
         return all(plan.explain(op, facts).route is not None for op in (RMSNORM, RMSNORM_BACKWARD))
-    except (RuntimeError, ValueError, TypeError, AssertionError):
+    except Exception:  # whatever is wrong with them
         return False
 
 
@@ -136,8 +136,9 @@ def cake_rmsnorm_train_forward(
         if residual is not None:
             y, h = add_rmsnorm_with_rstd(x, residual, residual_out, w, out, r, eps, "cake", None)
             return y, r, h
+        number = check_scalar(RMSNORM, "eps", eps)
         y = torch.empty_like(x) if out is None else out
-        RMSNORM.overload(x, w, y, r, float(eps), NUMERICS["cake"], True)
+        RMSNORM.overload(x, w, y, r, number, NUMERICS["cake"], True)
         return y, r
 
 

@@ -16,7 +16,7 @@ from flashnorm.ops import rmsnorm as rms
 from flashnorm.ops.add import add_layernorm, add_rmsnorm, gemma_add_rmsnorm
 from flashnorm.ops.gated import rmsnorm_gate
 from flashnorm.ops.layernorm import layernorm
-from flashnorm.ops.narrow import narrow_rmsnorm
+from flashnorm.ops.narrow import narrow_add_rmsnorm, narrow_rmsnorm
 
 __all__ = [
     "add_layernorm",
@@ -114,8 +114,7 @@ def fused_add_rms_norm(
     with _on(impl):
         if mode == "none":
             if isinstance(x, torch.Tensor) and x.dtype in _HALF:
-                total = (x.float() + residual.float()).to(residual.dtype)
-                return narrow_rmsnorm(total, weight, eps, offset, False).to(x.dtype), total
+                return narrow_add_rmsnorm(x, residual, weight, eps, offset)
             mode = "hf-gemma"
         if offset == 1.0 and mode == "hf-gemma" and weight is not None:
             return gemma_add_rmsnorm(x, residual, weight, eps, numerics=mode)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashnorm.core.checks import check_flag
 from flashnorm.program import TILE_COLUMNS, TILE_ROWS
 
 _BYTES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
@@ -116,11 +117,12 @@ def dequantize(
 
     Raises:
         TypeError: if `codes` or `block_scale` is no tensor.
-        ValueError: for a wrong dtype, shape, device, block_size or global_scale, naming it.
+        ValueError: for a wrong dtype, shape, device, block_size, global_scale or swizzled, naming it.
     """
     _check_tensor("dequantize", "codes", codes, (*_PAIRS, torch.float8_e4m3fn))
     _check_tensor("dequantize", "block_scale", block_scale, _BYTES)
     _check_count("dequantize", block_size=block_size)
+    check_flag("dequantize", "swizzled", swizzled)
     if dtype not in _FLOATS:
         raise ValueError(f"dequantize: dtype must be one of {_words(_FLOATS)}, got {dtype}")
     if codes.dim() < 1:

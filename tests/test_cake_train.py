@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import flashnorm
 from flashnorm import cake_rmsnorm_train as cake
 from flashnorm.cake_rmsnorm_train import (
     CakeRMSNormFunction,
@@ -193,6 +194,37 @@ def test_support_is_told_and_never_raises() -> None:
     assert route_key(512, "fwd", False) == "fwd_h512" and route_key(6144, "bwd", True) == "bwd_residual_h6144"
 
 
+@pytest.mark.parametrize("hidden", [float("inf"), float("nan"), "abc", [], object(), 2**80, -1, 1j], ids=repr)
+def test_support_of_sizes_that_are_none(hidden: Any) -> None:
+    assert is_cake_rmsnorm_train_supported("cpu", hidden) is False
+
+
+class NoNumber:
+    """Says so with an error of its own."""
+
+    def __int__(self) -> int:
+        raise KeyError
+
+
+def test_support_never_raises_whatever_the_error() -> None:
+    assert is_cake_rmsnorm_train_supported("cpu", NoNumber()) is False  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("probe", ["cake", "gate"])
+@pytest.mark.parametrize("where", ["cpu", "cuda", "cuda:99", "mps", "xpu", "hpu", "xla"])
+def test_support_of_devices_that_are_not_here(where: str, probe: str) -> None:
+    """Those that a tensor can be on, and no other."""
+    try:
+        torch.empty(0, device=where)
+        here = True
+    except Exception:
+        here = False
+    if probe == "cake":
+        assert is_cake_rmsnorm_train_supported(where) is here
+    else:
+        assert flashnorm.supports_rmsnorm_sigmoid_gate(torch.bfloat16, 128, where) is here
+
+
 def test_wrong_arguments(device: torch.device) -> None:
     v = values(4, 512, BF16, device)
     x, w, g, rstd = v["x"], v["w"], v["g"], torch.ones(4, device=device)
@@ -221,3 +253,16 @@ def test_wrong_arguments(device: torch.device) -> None:
     for wrong in (lambda: cake_rmsnorm(3, w), lambda: cake_rmsnorm_train_backward(g, x, w, None)):  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"must be a torch\.Tensor"):
             wrong()
+
+
+@pytest.mark.parametrize("given", [(), ("rstd",), ("out",), ("out", "rstd"), ("residual", "rstd")], ids="+".join)
+@pytest.mark.parametrize("eps", ["1e-6", "abc", True, None, 1j, -1.0, float("nan"), float("inf")], ids=repr)
+def test_eps_is_a_number(eps: Any, given: tuple[str, ...], device: torch.device) -> None:
+    """Whatever else is handed over, and nothing is written before."""
+    v = values(4, 64, BF16, device)
+    buffers = {"rstd": torch.full((4,), torch.nan, device=device), "out": torch.full_like(v["x"], torch.nan)}
+    more = {name: v[name] if name == "residual" else buffers[name] for name in given}
+    error = ValueError if isinstance(eps, float) else TypeError
+    with pytest.raises(error, match="eps must be"):
+        cake_rmsnorm_train_forward(v["x"], v["w"], eps, **more)
+    assert all(bool(t.isnan().all()) for t in buffers.values())

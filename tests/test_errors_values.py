@@ -10,10 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import flashnorm
+from flashnorm import functional
+from flashnorm.core.checks import check_option
+from flashnorm.core.op import ALL
 from tests.combos import BLOCKED, DYNAMIC, FP4, FUSED, MXFP8, OPS, PLAIN, SILU, STATIC
 from tests.inputs import rows
 from tests.refusals import BF16, FULL, H, M, every_op, good, refuse
@@ -66,6 +70,52 @@ def test_scale_ub_is_a_number(value: object, device: torch.device) -> None:
     change = {"scale_ub": value, "granularity": "token"}
     needles = (DYNAMIC, "scale_ub", type(value).__name__)
     refuse(DYNAMIC, device, (TypeError, ValueError), *needles, change=lambda t: change)
+
+
+FLAGS = ("is_sf_swizzled_layout", "output_both_sf_layouts", "return_rstd", "double_rounding")
+HAVING = [(op, name) for op in OPS for name in FLAGS if name in inspect.signature(getattr(flashnorm, op)).parameters]
+
+
+@pytest.mark.parametrize(("op", "name"), HAVING)
+def test_flags_are_true_or_false(op: str, name: str, device: torch.device) -> None:
+    """1 equals True, and is no flag; cold and after a good call."""
+    for _ in range(2):
+        for value in (1, 0, 1.0, np.bool_(True), np.int64(1), None, "maybe"):
+            refuse(op, device, ValueError, op, name, repr(value), change=lambda t, value=value: {name: value})
+        getattr(flashnorm, op)(**good(op, device).arguments)
+
+
+@pytest.mark.parametrize(
+    "function", [flashnorm.rmsnorm_sigmoid_gate, functional.rmsnorm_gate], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_flags_of_gates_are_true_or_false(function: Any, recorded: bool, device: torch.device) -> None:
+    gate = rows((4, 64), BF16).to(device)
+    for _ in range(2):
+        x = rows((4, 64), BF16).to(device).requires_grad_(recorded and function is functional.rmsnorm_gate)
+        for value in (1, 0, 1.0, np.bool_(True), None, "maybe"):
+            with pytest.raises(ValueError, match=f"{function.__name__}: norm_before_gate must be one of"):
+                function(x, gate, norm_before_gate=value)
+        function(x, gate, norm_before_gate=True)
+
+
+def test_flags_of_dequantize_are_true_or_false() -> None:
+    codes, scale = torch.zeros(1, 8, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.float8_e4m3fn)
+    for value in (1, 0, "yes"):
+        with pytest.raises(ValueError, match="swizzled must be True or False"):
+            flashnorm.dequantize(codes, scale, block_size=16, swizzled=value)
+
+
+@pytest.mark.parametrize("op", sorted(ALL))
+def test_what_is_accepted_is_said_once(op: str) -> None:
+    """Some values are accepted as a number and as a text, some as None and as a word."""
+    for name, accepted in ALL[op].options.items():
+        if type(accepted) is not dict:
+            continue  # says what it takes in words of its own
+        with pytest.raises(ValueError, match="must be one of") as caught:
+            check_option(ALL[op], name, "no such word")
+        words = str(caught.value).split("[")[1].split("]")[0].split(", ")
+        assert len(words) == len(set(words)) and {str(value) for value in accepted} == {w.strip("'") for w in words}
 
 
 @every_op

@@ -177,16 +177,21 @@ def test_traces_and_exports_hold_one_operator(device: torch.device) -> None:
 def test_a_lost_gradient_raises(device: torch.device) -> None:
     x, weight = rows((4, 64), F32).to(device), gains((64,), F32).to(device).requires_grad_()
     index = torch.zeros(2, dtype=torch.int32, device=device)
-    for lost in (
-        lambda: flashnorm.rmsnorm(x, weight, out=torch.empty_like(x)),
-        lambda: flashnorm.gemma_rmsnorm(x, weight, out=x),
-        lambda: flashnorm.layernorm(x, weight, None, out=torch.empty_like(x)),
-        lambda: flashnorm.rmsnorm(x, weight, row_index=index),
-        lambda: flashnorm.fused_add_rmsnorm(x, x.clone(), weight),
-        lambda: flashnorm.fused_add_layernorm(x, x.clone(), weight, None),
+    codes, scale = torch.ones(4, 64, dtype=torch.int8, device=device), torch.ones(1, device=device)
+    for lost, by in (
+        (lambda: flashnorm.rmsnorm(x, weight, out=torch.empty_like(x)), "out"),
+        (lambda: flashnorm.gemma_rmsnorm(x, weight, out=x), "out"),
+        (lambda: flashnorm.layernorm(x, weight, None, out=torch.empty_like(x)), "out"),
+        (lambda: flashnorm.rmsnorm(x, weight, row_index=index), "row_index"),
+        (lambda: flashnorm.gemma_rmsnorm(x, weight, row_index=index, out=x[:2].clone()), "row_index"),
+        (lambda: flashnorm.rmsnorm(codes, weight, input_scale=scale), "input_scale"),
+        (lambda: flashnorm.rmsnorm(codes, weight, input_scale=scale, row_index=index), "row_index and input_scale"),
+        (lambda: flashnorm.fused_add_rmsnorm(x, x.clone(), weight), ""),
+        (lambda: flashnorm.fused_add_layernorm(x, x.clone(), weight, None), ""),
+        (lambda: flashnorm.rmsnorm_quant(x.to(torch.float8_e4m3fn), x, weight, 1.0), ""),
     ):
-        kept = x.clone()
-        with pytest.raises(RuntimeError, match=r"(weight|gemma) requires grad, but this operator records no gradient"):
+        kept, call = x.clone(), f"a call with {by}" if by else "this operator"
+        with pytest.raises(RuntimeError, match=f"(weight|gemma) requires grad, but {call} records no gradient; "):
             lost()
         assert torch.equal(x, kept)
 

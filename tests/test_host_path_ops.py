@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -223,3 +225,74 @@ def test_a_number_is_no_flag_and_a_fraction_no_size(name: str, kind: str, device
             with pytest.raises((ValueError, TypeError), match=next(iter(options))):
                 function(*tensors, **options)
         function(*tensors)
+
+
+ONE, MOST = 1.0, torch.finfo(torch.float32).max  # what None stands for, of a scale and of a limit
+FP4_32: dict[str, Any] = {"block_size": 32}
+DOES_NOT_GO: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    *[
+        (FP4[0], FP4_32 | {"is_sf_swizzled_layout": flag}, {"global_scale": ONE}, "global_scale goes with")
+        for flag in (False, True)
+    ],
+    *[
+        (FP4[1], FP4_32 | more, {"global_scale": ONE}, "global_scale goes with")
+        for more in ({}, {"is_sf_swizzled_layout": True}, {"output_both_sf_layouts": True})
+    ],
+    (DYNAMIC, {"granularity": 128}, {"scale_ub": MOST}, "scale_ub needs granularity"),
+    (DYNAMIC, {"granularity": 128, "residual": torch.ones(4, 128)}, {"scale_ub": MOST}, "scale_ub needs granularity"),
+    ("fused_rmsnorm_silu", {}, {"scale": ONE}, "scale goes with an FP8 out"),
+    *[
+        (f"fused_dit_{name}", {"return_scales": True, "use_mxfp8": True} if coded else {},
+         {"global_scaling_factor": ONE}, "global_scaling_factor goes with use_nvfp4")
+        for name in ("gate_residual_layernorm_gamma_beta", "residual_layernorm_scale_shift")
+        for coded in (False, True)
+    ],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [float, int, torch.tensor], ids=["float", "int", "tensor"])
+@pytest.mark.parametrize(("name", "options", "wrong", "text"), DOES_NOT_GO, ids=str)
+def test_a_number_that_none_stands_for_is_still_a_number(
+    name: str,
+    options: dict[str, Any],
+    wrong: dict[str, Any],
+    text: str,
+    form: Callable[[float], Any],
+    kind: str,
+    device: torch.device,
+) -> None:
+    """Where it does not go with the rest it is refused, also when such a call without it has just been served."""
+    function = getattr(flashnorm, name)
+    x = rows((1, 4, 128) if "dit" in name else (4, 128), torch.float32).to(device)
+    given: dict[str, Any] = {"input": x, "residual": x.clone()}
+    needed = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    given = {n: given.get(n, torch.linspace(0.5, 2.0, 128, device=device)) for n in needed}
+    given |= {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in options.items()}
+    wrong = {n: form(value) for n, value in wrong.items()}
+    with flashnorm.backend("torch"):
+        for _ in range(3):
+            with pytest.raises(ValueError, match=text):
+                function(**given, **wrong)
+            function(**given)
+        assert planned(lambda: function(**given)) == 0
+
+
+@pytest.mark.parametrize(("name", "argument"), [(FP4[0], "global_scale"), (DYNAMIC, "scale_ub")])
+def test_a_number_and_none_by_turns(name: str, argument: str, kind: str, device: torch.device) -> None:
+    """Each is planned once, and none is what its number is."""
+    x = rows((4, 128), torch.bfloat16).to(device)
+    function, none = getattr(flashnorm, name), ONE if name == FP4[0] else MOST
+    with flashnorm.backend("torch"):
+        want = {value: function(x, None, **{argument: value}) for value in (None, none, 0.5)}
+
+        def again() -> None:
+            for value in (None, none, 0.5, None, 0.5, none):
+                got = function(x, None, **{argument: value})
+                assert all(map(torch.equal, map(_bytes, got), map(_bytes, want[value])))
+
+        assert planned(again) == 0
+        assert all(map(torch.equal, map(_bytes, want[None]), map(_bytes, want[none])))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)

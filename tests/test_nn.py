@@ -222,3 +222,29 @@ def test_wrong_arguments() -> None:
             wrong()
     with pytest.raises(TypeError, match="offset must be a Python number"):
         functional.rms_norm(x, weight, offset="1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("through", ["function", "module"])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_residual_that_does_not_fit(mode: str, dtype: torch.dtype, through: str, device: torch.device) -> None:
+    """Every mode refuses it as every other does: nothing is broadcast."""
+    x = rows((6, 64), dtype).to(device)
+    module = nn.FusedAddRMSNorm(64, EPS, casting_mode=mode, dtype=dtype, device=device)
+
+    def call(x: Any, residual: Any) -> Any:
+        if through == "module":
+            return module(x, residual)
+        return functional.fused_add_rms_norm(x, residual, module.weight, EPS, casting_mode=mode)
+
+    for a, b in ((x, x[:1]), (x[:1], x), (x, x[0]), (x[0], x), (x, x[:, :1])):
+        with pytest.raises(ValueError, match="residual must have shape"):
+            call(a, b)
+    for b in (x.tolist(), None, 1.0):
+        with pytest.raises(TypeError, match=r"residual must be a torch\.Tensor"):
+            call(x, b)
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor"):
+        call(x.tolist(), x)
+    for b in (x.double(), x.to(torch.int32)):
+        with pytest.raises(ValueError, match="residual must have dtype"):
+            call(x, b)

@@ -163,13 +163,39 @@ def test_the_probe_never_raises(device: torch.device) -> None:
     for case, wrong in ((CASE, WRONG), (TABLE, WRONG_TABLE)):
         given = arguments(case, device)
         assert supported(**given)
+        overlap = {"k_out": given["q_out"][..., : given["num_heads_k"], :]}
+        assert not supported(**given | overlap)
         for name in ("q_out", "k_out", "v_out"):
             del given[name]
         assert supported(**given)
         for name, (change, _, _) in wrong.items():
-            if name not in ("eps", "eps type", "unused scale", "numerics", "pdl", "out overlaps itself", "output_fp8"):
-                assert not supported(**(given | change)), name
+            assert not supported(**(given | change)), name
     assert not supported(None) and not supported(given["qkv"], 3, unknown=1)
+
+
+NUMBERS = {"eps": (-1, -1e-6, math.inf, math.nan, "1", None, True), "v_quant_scale": (0.0, -1.0, math.nan, None, "1")}
+NUMBERS["output_quant_scale"] = NUMBERS["v_quant_scale"]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("case", [CASE, TABLE], ids=["grid", "table"])
+def test_the_probe_says_what_the_operator_does(case: Case, fp8: bool, device: torch.device) -> None:
+    """Of numbers, words and flags; results are new."""
+    given = {n: v for n, v in arguments(case, device).items() if not n.endswith("_out")} | {"output_fp8": fp8}
+    changes: list[dict[str, Any]] = [{name: value} for name, values in NUMBERS.items() for value in values]
+    changes += [{"numerics": word} for word in ("foo", None, "hf-llama")] + [{"enable_pdl": 1}, {"enable_pdl": False}]
+    changes += [{"v_quant_scale": 2.0}, {"output_quant_scale": 0.5}, {"eps": 0}, {"output_fp8": 1}, {}]
+    if case.rotary and device.type == "cpu":
+        changes.append({"positions": given["positions"] + 1000})
+    for change in changes:
+        try:
+            with flashnorm.backend("torch"):
+                flashnorm.fused_qk_rmsnorm_rope(**(given | change))
+        except (TypeError, ValueError):
+            served = False
+        else:
+            served = True
+        assert flashnorm.supports_fused_qk_rmsnorm_rope(**(given | change)) == served, change
 
 
 def test_forcing_cute_means_cuda() -> None:

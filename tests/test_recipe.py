@@ -258,3 +258,18 @@ def test_gen_norm_module_is_the_cuda_module():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="arch must be given"):
             flashnorm.gen_norm_module()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e4m3fn, torch.bool, "half", None], ids=str)
+@pytest.mark.parametrize("op", ["rmsnorm", "layernorm", "rmsnorm_quant", "fused_qk_rmsnorm_rope"])
+def test_gen_norm_module_refuses_other_dtypes(op: str, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"dtype must be one of torch\.bfloat16, torch\.float16.*, got"):
+        flashnorm.gen_norm_module(op, dtype=dtype, arch="sm_80")
+
+
+def test_gen_norm_module_takes_what_the_operator_takes() -> None:
+    """Each of its dtypes is a module of its own; fp32 is none of those that are turned."""
+    made = [flashnorm.gen_norm_module(dtype=dtype, arch="sm_80").key for dtype in commands.DTYPES.values()]
+    assert all(made.count(key) == 1 for key in made)
+    with pytest.raises(ValueError, match=r"dtype must be one of torch\.bfloat16, torch\.float16, got torch\.float32"):
+        flashnorm.gen_norm_module("fused_qk_rmsnorm_rope", dtype=torch.float32, arch="sm_80")

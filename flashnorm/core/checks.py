@@ -91,12 +91,32 @@ def check_option(op: Op, name: str, value: Any) -> Any:
     """One of an option's accepted values, or an alias of one."""
     accepted = op.options[name]
     try:
-        # 16.0 and True are found under 16 and 1, and are neither.
-        if isinstance(value, bool | float) and type(accepted) is dict and type(value) not in map(type, accepted):
-            raise KeyError(value)
+        # 16.0 and True are found under 16 and 1, and are neither; nor is 1, of any kind, the flag True.
+        if type(accepted) is dict and not isinstance(value, str):
+            kinds = set(map(type, accepted))
+            if type(value) not in kinds and (bool in kinds or isinstance(value, bool | float)):
+                raise KeyError(value)
         return accepted[value]
     except (KeyError, TypeError):
-        raise ValueError(f"{op.called}: {name} must be one of {sorted(map(str, accepted))}, got {value!r}") from None
+        words = sorted(set(map(str, accepted)))  # some are accepted as a number too
+        raise ValueError(f"{op.called}: {name} must be one of {words}, got {value!r}") from None
+
+
+def check_flag(called: str, name: str, value: Any) -> None:
+    """True or False: what merely equals one of them is a mistake."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{called}: {name} must be True or False, got {value!r}")
+
+
+def check_settings(op: Op, given: Sequence[Any]) -> tuple[list[float], dict[str, Any], bool]:
+    """What a call has behind its operands: the scalars, the options, and whether launches may depend on each other."""
+    scalars = [check_scalar(op, name, value) for name, value in zip(op.scalars, given, strict=False)]
+    words = zip(op.options, given[len(op.scalars) : -1], strict=True)
+    options = {name: check_option(op, name, value) for name, value in words}
+    pdl = given[-1]
+    if pdl is not None and not isinstance(pdl, bool):
+        raise ValueError(f"{op.called}: enable_pdl must be None, True or False, got {pdl!r}")
+    return scalars, options, pdl is None or pdl
 
 
 def check_dtype_of(op: Op, name: str, tensor: Any, input: Any) -> None:

@@ -39,6 +39,17 @@ def facts(device: torch.device) -> DeviceFacts:
     return _cuda_facts(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def present(device: torch.device) -> bool:
+    """Whether a device is there; CUDA is asked for no memory."""
+    if device.type == "cuda":
+        return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+    try:
+        torch.empty(0, device=device)
+    except Exception:  # each kind of device has errors of its own
+        return False
+    return True
+
+
 def visible() -> list[torch.device]:
     """Every device to report on: the GPUs, then the CPU."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)

@@ -34,6 +34,8 @@ MAX_CHAIN = 8  # guarded launches for one size
 # Guarded launches by the number of elements of the first operand, which is cheaper to ask for than its shape. Each is
 # a flat tuple: what it was made under (options as given, further parameters, whether optional outputs were asked for,
 # the forced route), the scalars as they were then, so that the same objects need no second look, and the launch.
+# A number that stands for None is told by its object: an entry with it serves no call that was given an equal number,
+# which the function behind may refuse.
 Entry = tuple[Any, ...]
 ABSENT = object()
 Chain = tuple[tuple["Recent", native.Front], ...]
@@ -168,6 +170,9 @@ def warm(
     in_cpp = front(op, cold, names=names, flags=flags, unless=unless, seen=seen, only=only, tails=tails, eager=eager)
     asked, state, spread, local = in_cpp.asked, in_cpp.state, in_cpp.numbers, dict(in_cpp.local)
     allocate = [f"{name}_tensor, {scalar} = {_spread(op, name, local[name])}" for name, scalar in spread.items()]
+    nones = {
+        scalar: (None, op.by_value[name][1]) for name, scalar in spread.items() if op.by_value[name][1] is not None
+    }
     numbers = (s for s in op.scalars if s not in given and s not in spread.values())
     allocate += [f"{s} = {names[s]}" for s in numbers]
     follows = " or ".join(_requires_grad(op, o, local[o.name]) for o in op.operands if local[o.name] in given)
@@ -206,7 +211,9 @@ def warm(
         entry=", ".join(f"{name}_seen" for name in (*state, "forced", *op.scalars)),
         state=" and ".join((*(_same(name) for name in state), "forced_here() is forced_seen")),
         scalars=" and ".join(
-            f"({s} is {s}_seen or {s}.__class__ is float and {least(s)!r} <= {s} <= {FLT_MAX!r})" for s in op.scalars
+            f"({s} is {s}_seen or {s}.__class__ is float and {least(s)!r} <= {s} <= {FLT_MAX!r}"
+            + (f" and {s}_seen is not none_{s}[1])" if s in nones else ")")
+            for s in op.scalars
         )
         or "True",
         plain_x=_plain(x),
@@ -239,6 +246,7 @@ def warm(
         "split": functools.partial(split, op),
         "recent": recent,
         "cold": _named(cold, parameters),
+        **{f"none_{scalar}": pair for scalar, pair in nones.items()},
         "defaults": {p.name: p.default for p in parameters},
         "dtypes": {local[o.name]: getattr(torch, o.dtypes[0]) for o in op.operands if o.name in (tails or ())},
     }
@@ -307,8 +315,8 @@ def _requires_grad(op: Op, operand: Operand, name: str) -> str:
 
 def _spread(op: Op, name: str, parameter: str) -> str:
     """A parameter that is a tensor or a number, as both."""
-    default = op.by_value[name][1]
-    none = "" if default is None else f"(None, {default!r}) if {parameter} is None else "
+    scalar, default = op.by_value[name]
+    none = "" if default is None else f"none_{scalar} if {parameter} is None else "
     return f"{none}(None, {parameter}) if {parameter}.__class__ is float else split({name!r}, {parameter})"
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashnorm.core import dispatch
+from flashnorm.core import dispatch, library
 from flashnorm.core.checks import PLAIN
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ class Differentiable:
     statistics: int
 
     def __post_init__(self) -> None:
+        if not self.adds:  # one with a residual has no argument that keeps it from recording
+            library.RECORDED.add(self.op.called)
         outputs = ", ".join(["Tensor"] * (1 + self.adds + self.statistics))
         tensors = "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias"
         scalars = "float eps, str numerics, bool? enable_pdl"

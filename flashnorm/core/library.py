@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flashnorm.core.op import Op
 
 _library = torch.library.Library("flashnorm", "DEF")
+RECORDED: set[str] = set()  # public functions that record a gradient, where no argument keeps them from it
 
 
 def define(op: Op, kernel: Callable[..., None]) -> Any:
@@ -49,16 +50,23 @@ def _autograd(op: Op) -> Callable[..., None]:
         recording = torch.is_grad_enabled()
         for operand, tensor in zip(op.operands, args, strict=False):
             if tensor is not None and ((recording and tensor.requires_grad) or _has_tangent(tensor)):
-                raise RuntimeError(f"{op.called}: {op.label(operand)} requires grad, but {_lost()}")
+                raise RuntimeError(f"{op.called}: {op.label(operand)} requires grad, but {_lost(op, args)}")
         with torch._C._AutoDispatchBelowAutograd():
             op.overload(*args)
 
     return refusing
 
 
-def _lost() -> str:
+def _lost(op: Op, args: tuple[Any, ...]) -> str:
     """Why a gradient would be lost, and what to do about it."""
     if torch._C._functorch.peek_interpreter_stack() is None and torch.autograd.forward_ad._current_level < 0:
+        if op.called in RECORDED:  # a call without these arguments would not have come here
+            named = {o.name for o, t in zip(op.operands, args, strict=False) if t is not None}
+            by = " and ".join(name for name in ("row_index", "input_scale") if name in named) or "out"
+            return (
+                f"a call with {by} records no gradient; leave {by} out, or call it under torch.no_grad(), or on "
+                "detached tensors"
+            )
         return "this operator records no gradient; call it under torch.no_grad(), or on detached tensors"
     return (
         "this operator records no gradient for torch.func and forward mode; use backward() or torch.autograd.grad "

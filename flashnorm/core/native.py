@@ -105,10 +105,10 @@ class Front:
     def call(self, module: Any, recent: dict[int, Any], after: Callable[..., Any] | None) -> Callable[..., Any]:
         """Takes every parameter by position; returns what the call does, else what `after` says, else `MISS`."""
         op, at = self.op, self._at
-        scalars = []
+        nones, scalars = dict(op.by_value.values()), []
         for name in op.scalars:
             parameter = -1 if name in self.numbers.values() else at(name if at(name) >= 0 else self.names[name])
-            scalars.append((parameter, least(name)))
+            scalars.append((parameter, least(name), nones.get(name) if parameter < 0 else None))
         called: Callable[..., Any] = module.Warm(
             recent,
             len(self.parameters),

@@ -86,7 +86,8 @@ class Op:
         self.options = options
         self.routes = routes
         self.broadcast_vecs = broadcast_vecs
-        self.by_value = dict(by_value or {})
+        # The number that stands for none is an object of the operator's own: warm calls tell it from an equal one.
+        self.by_value = {name: (s, n and float.fromhex(n.hex())) for name, (s, n) in (by_value or {}).items()}
         self.blocks = blocks or (lambda tensor, _: (tuple(tensor.shape), tensor.stride()))
         called_so = labels or {}
         numbers = {number: called_so.get(name, name) for name, (number, _) in self.by_value.items()}
@@ -303,19 +304,12 @@ class Op:
         checks.check_present(self, tensors)
         if sharding.sharded(*tensors):
             raise ValueError(f"{self.called}: this call takes no DTensors; hand over local ones (`to_local()`)")
-        scalars = [checks.check_scalar(self, n, v) for n, v in zip(self.scalars, args[count:], strict=False)]
-        options = {
-            key: checks.check_option(self, key, value)
-            for key, value in zip(self.options, args[count + len(self.scalars) : -1], strict=True)
-        }
-        pdl = args[-1]
-        if pdl is not None and not isinstance(pdl, bool):
-            raise ValueError(f"{self.called}: enable_pdl must be None, True or False, got {pdl!r}")
+        scalars, options, pdl = checks.check_settings(self, args[count:])
         for i, operand in enumerate(self.operands):
             if tensors[i] is None and operand.mode == "out" and operand.name not in self.optional:
                 tensors[i] = torch.empty_like(tensors[self.index(operand.like or self.operands[0].name)])
         checks.check_tensors(self, self.program_of(tensors, options), tensors)
-        return tensors, scalars, options, pdl is None or pdl
+        return tensors, scalars, options, pdl
 
     def _result(self, tensors: Sequence[Any]) -> Any:
         """What the call returns: its output, or a tuple of them, or None."""

@@ -14,9 +14,9 @@ import torch
 
 from flashnorm import reference
 from flashnorm.core import native
-from flashnorm.core.checks import check_whole_blocks
+from flashnorm.core.checks import check_flag, check_whole_blocks
 from flashnorm.core.op import NUMERICS, Op
-from flashnorm.ops import modulation, programs, scaled
+from flashnorm.ops import modulation, programs
 from flashnorm.program import (
     AffineBias,
     Cast,
@@ -115,7 +115,7 @@ def _run(
     """One of the public functions, its tensors by operand."""
     op = OPERATORS[mode, ""]
     for name, flag in (("use_nvfp4", use_nvfp4), ("use_mxfp8", use_mxfp8), ("return_scales", return_scales)):
-        scaled.check_flag(op, name, flag)
+        check_flag(op.called, name, flag)
     if use_nvfp4 and use_mxfp8:
         raise ValueError(f"{op.called}: use_nvfp4 and use_mxfp8 exclude each other")
     form: Format = "nvfp4" if use_nvfp4 else "mxfp8" if use_mxfp8 else ""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashnorm import reference
-from flashnorm.core.checks import check_dtype_of, check_option
+from flashnorm.core.checks import check_dtype_of, check_flag, check_option
 from flashnorm.core.op import Op
 from flashnorm.ops import programs, scaled
 from flashnorm.program import FP4, BlockScales, Layout, QuantBlocks, QuantNvfp4
@@ -169,7 +169,7 @@ def rmsnorm_fp4quant(
     """
     op, call = (FP4QUANT_SWIZZLED, _SWIZZLED) if is_sf_swizzled_layout else (FP4QUANT, _ROWS)
     if y_fp4 is None or block_scale is None or is_sf_swizzled_layout is not True:
-        scaled.check_flag(op, "is_sf_swizzled_layout", is_sf_swizzled_layout)
+        check_flag(op.called, "is_sf_swizzled_layout", is_sf_swizzled_layout)
         given = (input, y_fp4, block_scale, is_sf_swizzled_layout, block_size, scale_format)
         y_fp4, block_scale = _outputs(op, *given)
     options = (numerics, block_size, scale_format, scale_rule)
@@ -222,8 +222,8 @@ def add_rmsnorm_fp4quant(
     Raises:
         As `rmsnorm_fp4quant`; nothing is written then.
     """
-    scaled.check_flag(ADD_FP4QUANT, "is_sf_swizzled_layout", is_sf_swizzled_layout)
-    scaled.check_flag(ADD_FP4QUANT, "output_both_sf_layouts", output_both_sf_layouts)
+    check_flag(ADD_FP4QUANT.called, "is_sf_swizzled_layout", is_sf_swizzled_layout)
+    check_flag(ADD_FP4QUANT.called, "output_both_sf_layouts", output_both_sf_layouts)
     swizzled = is_sf_swizzled_layout or output_both_sf_layouts
     op = ADD_FP4QUANT_BOTH if output_both_sf_layouts else ADD_FP4QUANT_SWIZZLED if swizzled else ADD_FP4QUANT
     y_fp4, block_scale = _outputs(op, input, y_fp4, block_scale, swizzled, block_size, scale_format)

@@ -357,7 +357,8 @@ def supports_rmsnorm_sigmoid_gate(dtype: Any, head_dim: Any, device: Any = None)
 
 def _takes(op: Op, where: torch.device | None = None, **given: Any) -> bool:
     try:
-        program = op.accepts(*(given.get(operand.name) for operand in op.operands))
-        return program and plan.explain(op, devices.facts(where or given["x"].device)).route is not None
+        op.accepts(*(given.get(operand.name) for operand in op.operands))
+        there = where is None or devices.present(where)
+        return there and plan.explain(op, devices.facts(where or given["x"].device)).route is not None
     except Exception:  # the answer is no
         return False

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flashnorm import reference
+from flashnorm.core.checks import check_flag
 from flashnorm.core.op import Op
 from flashnorm.ops import programs, scaled
 from flashnorm.program import BlockScales, Layout, QuantBlocks
@@ -147,7 +148,7 @@ def _outputs(op: Op, input: Any, out: Any, block_scale: Any, swizzled: Any) -> t
     """The outputs, new where they were not given."""
     if swizzled is True and out is not None and block_scale is not None:
         return out, block_scale
-    scaled.check_flag(op, "is_sf_swizzled_layout", swizzled)
+    check_flag(op.called, "is_sf_swizzled_layout", swizzled)
     scaled.check_input(op, input, BLOCK)
     if out is None:
         out = torch.empty(input.shape, dtype=torch.float8_e4m3fn, device=input.device)

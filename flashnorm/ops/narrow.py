@@ -9,7 +9,7 @@ import torch
 
 from flashnorm.core import gradients, sharding
 from flashnorm.ops import differentiable
-from flashnorm.ops.rmsnorm import RMSNORM
+from flashnorm.ops.rmsnorm import ADD_RMSNORM, RMSNORM
 
 Tensor = torch.Tensor
 
@@ -59,3 +59,21 @@ def narrow_rmsnorm(x: Tensor, weight: Tensor | None, eps: float, offset: float, 
     if gradients.wanted(x, weight):
         return _NORM(x, None, weight, None, eps, "cake", None, in_place=in_place)[0]
     return _serve(x, None, weight, None, eps)[0]
+
+
+def narrow_add_rmsnorm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    """(`narrow_rmsnorm` of the sum in the dtype of `x`, the sum in the residual's).
+
+    Args:
+        x: [..., H], fp16 or bf16.
+        residual: of the same shape, fp32, fp16 or bf16.
+        weight, eps, offset: those of `narrow_rmsnorm`.
+    """
+    if sharding.sharded(x, residual, weight):
+        pair: tuple[Tensor, Tensor] = sharding.over_rows(narrow_add_rmsnorm, [x, residual], [weight], eps, offset)
+        return pair
+    gradients.check(ADD_RMSNORM, x, residual, weight, None, eps, "cake", None)  # PyTorch's sum would broadcast
+    total = (x.float() + residual.float()).to(residual.dtype)
+    return narrow_rmsnorm(total, weight, eps, offset, False).to(x.dtype), total

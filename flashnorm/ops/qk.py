@@ -160,21 +160,14 @@ def fused_qk_rmsnorm_rope(
     """
     grid = (ppf, pph, ppw, num_frame_channels, num_height_channels, num_width_channels)
     yarn = (base, interleave, factor, low, high, attention_factor)
-    _flag("output_fp8", output_fp8)
-    cached = cos_sin_cache is not None or positions is not None
-    rotary = _check_cache(cos_sin_cache, positions) if cached else None
     heads = (num_heads_q, num_heads_k, num_heads_v, head_dim)
-    layout = _text(*heads, *grid, *yarn, is_qk_norm, norm_scope, rotary)
     seen = (*heads, *grid, *yarn, is_qk_norm, norm_scope)
+    cached, layout = _form(seen, output_fp8, output_quant_scale, v_quant_scale, cos_sin_cache, positions)
     given = (q_out, k_out, v_out)
     outs = [_new(qkv, n, head_dim, output_fp8) if out is None else out for out, n in zip(given, heads[:3], strict=True)]
-    if not output_fp8:
-        _check_unscaled(output_quant_scale, v_quant_scale)
     call: Callable[..., Any] = _CALLS[cached, output_fp8]
     operands = (qkv, q_weight, k_weight, *((positions, cos_sin_cache) if cached else ()), *outs)
     numbers = (eps, output_quant_scale, v_quant_scale)
-    if cached:
-        check_bounds(QK_CACHED, "positions", positions, cos_sin_cache.shape[0])  # type: ignore[union-attr]
     more: dict[str, Any] = {} if cached else {"seen": seen}
     made: tuple[Tensor, Tensor, Tensor] = call(*operands, *numbers, numerics, layout, enable_pdl, **more)
     return made
@@ -195,28 +188,24 @@ def supports_fused_qk_rmsnorm_rope(qkv: Any, q_weight: Any = None, k_weight: Any
         bound = inspect.signature(fused_qk_rmsnorm_rope).bind(qkv, q_weight, k_weight, **arguments)
         bound.apply_defaults()
         given = {"x": qkv, **bound.arguments}
-        cache, positions = given["cos_sin_cache"], given["positions"]
-        cached = cache is not None or positions is not None
-        rotary = _check_cache(cache, positions) if cached else None
-        layout = _text(*(given[name] for name in _SEEN), rotary)
+        rest = (given[name] for name in (*_UNSCALED, *reversed(_TABLE)))
+        cached, given["layout"] = _form(tuple(given[name] for name in _SEEN), *rest)
         op = _OPS[cached, given["output_fp8"]]
         tensors = [given[operand.name] for operand in op.operands]
         # A result that is not given is no matter: any tensor stands for it.
         present = [qkv if t is None and o.mode == "out" else t for o, t in zip(op.operands, tensors, strict=True)]
         checks.check_present(op, present)
-        options = {"numerics": "flashinfer", "layout": op.options["layout"][layout]}
+        settings = [given[name] for name in (*op.scalars, *op.options, "enable_pdl")]
+        options = checks.check_settings(op, settings)[1]
         checks.check_tensors(op, op.program_of(tensors, options), tensors)
+        if not op._needs_dispatcher(tensors):  # else nothing is known of memory
+            checks.check_memory(op, tensors)
         return explain(op, devices.facts(qkv.device)).route is not None
     except Exception:  # whatever is wrong with them
         return False
 
 
 # ------------------------------------------------------------------ checks
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{NAME}: {name} must be True or False, got {value!r}")
-
-
 def _whole(name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{NAME}: {name} must be an int, got {type(value).__name__}")
@@ -231,6 +220,21 @@ def _number(name: str, value: Any, positive: bool = False) -> float:
     if not math.isfinite(value) or (positive and not value > 0):
         raise ValueError(f"{NAME}: {name} must be finite{' and > 0' if positive else ''}, got {value!r}")
     return float(value)
+
+
+def _form(
+    seen: tuple[Any, ...], output_fp8: Any, output_quant_scale: Any, v_quant_scale: Any, cache: Any, positions: Any
+) -> tuple[bool, str]:
+    """(whether sines come from a table, the layout), after the checks of all that makes no tensor."""
+    checks.check_flag(NAME, "output_fp8", output_fp8)
+    cached = cache is not None or positions is not None
+    rotary = _check_cache(cache, positions) if cached else None
+    layout = _text(*seen, rotary)
+    if not output_fp8:
+        _check_unscaled(output_quant_scale, v_quant_scale)
+    if cached:
+        check_bounds(QK_CACHED, "positions", positions, cache.shape[0])
+    return cached, layout
 
 
 def _check_unscaled(output_quant_scale: Any, v_quant_scale: Any) -> None:
@@ -297,8 +301,8 @@ def _layout(
     most = checks.MAX_HIDDEN // width
     named = (("num_heads_q", num_heads_q), ("num_heads_k", num_heads_k), ("num_heads_v", num_heads_v))
     q, k, v = (_whole(name, value, 0, most) for name, value in named)
-    _flag("interleave", interleave)
-    _flag("is_qk_norm", is_qk_norm)
+    checks.check_flag(NAME, "interleave", interleave)
+    checks.check_flag(NAME, "is_qk_norm", is_qk_norm)
     if norm_scope not in SCOPES:
         raise ValueError(f"{NAME}: norm_scope must be one of {', '.join(SCOPES)}, got {norm_scope!r}")
     scope = norm_scope if is_qk_norm else "none"

@@ -10,6 +10,7 @@ import torch
 
 from flashnorm import reference
 from flashnorm.core import gradients, sharding
+from flashnorm.core.checks import check_flag
 from flashnorm.core.op import Op
 from flashnorm.ops import differentiable, programs
 from flashnorm.ops.rows import check_index, new_out
@@ -50,6 +51,7 @@ GEMMA_FUSED_ADD_RMSNORM = _declare("gemma_fused_add_rmsnorm", GEMMA_ADD_RMSNORM,
 
 def _checked(op: Op, tensors: tuple[Any, ...], like: Any, return_rstd: bool, *rest: Any) -> Any:
     """The cold call, with rstd where it is asked for: one value a row of `like`."""
+    check_flag(op.called, "return_rstd", return_rstd)
     rstd = op.empty("rstd", like) if return_rstd else None
     y = op.checked(*tensors, rstd, *rest)
     return y if rstd is None else (y, rstd)
@@ -184,6 +186,7 @@ def gemma_rmsnorm(
 
 def _recorded(norm: gradients.Differentiable, return_rstd: bool, x: Any, weight: Any, *rest: Any) -> Any:
     """The call that autograd records."""
+    check_flag(norm.op.called, "return_rstd", return_rstd)
     y, rstd = norm(x, None, weight, None, *rest)
     return (y, rstd) if return_rstd else y
 

@@ -109,8 +109,3 @@ def check_input(op: Op, input: Any, block: int) -> None:
     if input.dim() < 1:
         raise ValueError(f"{op.called}: input must have at least one dimension, got a 0-d tensor")
     check_whole_blocks(op, input.shape[-1], block)
-
-
-def check_flag(op: Op, name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{op.called}: {name} must be True or False, got {value!r}")

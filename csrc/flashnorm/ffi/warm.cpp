@@ -88,7 +88,9 @@ int warm_init(PyObject* object, PyObject* args, PyObject*) {
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(scalars); ++i) {
     Scalar scalar;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(scalars, i), "id", &scalar.param, &scalar.least)) return -1;
+    PyObject* number_for_none;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(scalars, i), "idO", &scalar.param, &scalar.least, &number_for_none)) return -1;
+    scalar.none = maybe(number_for_none);
     self->scalars->push_back(scalar);
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(only); ++i) {

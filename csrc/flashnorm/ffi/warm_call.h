@@ -31,6 +31,7 @@ struct Slot {                 // an operand
 struct Scalar {
   int param = -1;
   double least = 0;
+  PyObject* none = nullptr;   // the number that stands for none, itself
 };
 
 struct Warm {
@@ -145,10 +146,13 @@ struct Call {
     Py_DECREF(forced);
     if (!as_forced) return false;
     for (size_t i = 0; i < self->scalars->size(); ++i) {
-      if (numbers[i] == PyTuple_GET_ITEM(entry, own + i)) continue;
-      if (!PyFloat_CheckExact(numbers[i])) return false;
+      const Scalar& scalar = (*self->scalars)[i];
+      PyObject* seen = PyTuple_GET_ITEM(entry, own + i);
+      if (numbers[i] == seen) continue;
+      // What serves a call without a number may be refused with one, even with an equal one.
+      if (seen == scalar.none || !PyFloat_CheckExact(numbers[i])) return false;
       const double value = PyFloat_AS_DOUBLE(numbers[i]);
-      if (!((*self->scalars)[i].least <= value && value <= FLT_MAX)) return false;
+      if (!(scalar.least <= value && value <= FLT_MAX)) return false;
     }
     return true;
   }
