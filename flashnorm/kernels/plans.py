@@ -39,7 +39,6 @@ class Shape:
     turns: int = 1
     abreast: int = 1
     ahead: bool = False  # of the vectors, where rows are abreast
-    mailbox: bool = False
     batch: int = 0  # rounds whose vectors are loaded together; 0: as many as registers allow
     apart: Shape | None = None  # in place of this one where rows cannot be abreast, or two operands are loaded by rows
     two: Shape | None = None  # in place of this one where two operands are loaded by rows
@@ -48,9 +47,12 @@ class Shape:
 
 
 def _wide(threads: int, cluster: int, early_weights: bool) -> Shape:
-    return Shape(
-        threads, threads, cluster, early_weights, True, "vecs", shared=True, late_residual=True, mailbox=True, batch=8
-    )
+    return Shape(threads, threads, cluster, early_weights, True, "vecs", shared=True, late_residual=True)
+
+
+# 2048 x 131072: 266.3 us with nothing asked for in L2, 271.8 with the weights, 287 to 289 where sums come to mailboxes.
+_WIDER = _wide(256, 4, early_weights=False)
+_WIDER = replace(_WIDER, prefetch="none", two=_WIDER)
 
 
 # Three sums are two barriers, and weight and bias in fp32 are four times a bf16 row. Few warps a row, with weights for
@@ -87,7 +89,7 @@ _MANY_NARROW_MEAN = Shape(4, 64, early_weights=False, batch=4)
 # 64 x 8192: 1.76 and 2.18) and the next kernel let in at once (1 x 4096: 1.37 us, 1.39 to 1.66 without). Many rows:
 # bandwidth counts, so few barriers and 16 elements a thread or more, until a row is so wide that one CTA of it fills
 # an SM: then clusters, the row in shared memory, since registers for it leave no second row in flight (2048 x 131072:
-# 269 us on four CTAs, weights loaded 8 groups at a time; 270 with 4, 284 in registers). There the fused addition
+# 266 us on four CTAs, weights loaded 4 groups at a time; 267 with 8, 280 in registers). There the fused addition
 # stores its sum late, so that the first pass only reads (2048 x 131072: 543 us, 570 without). 32768 x 8192: 257 us
 # with two rows a CTA in shared memory, 260 with one. Between them rows used once are marked so (1024 x 8192: 9.56 us,
 # 10.04 without). FP8 results halve what is written, so that fewer threads a row win (32768 x 8192: 187 us on 256
@@ -139,7 +141,7 @@ _WIDE: tuple[tuple[int, Shape], ...] = (
         ),
     ),
     (65536, Shape(1024, 1024, early_weights=False, shared=True)),
-    (131072, _wide(256, 4, early_weights=False)),
+    (131072, _WIDER),
     (1 << 30, _wide(128, 8, early_weights=True)),
 )
 
@@ -185,7 +187,7 @@ CLASSES: tuple[tuple[int | None, tuple[tuple[int, Shape], ...]], ...] = (
             (16384, Shape(256, 256, early_weights=False)),
             (32768, Shape(512, 512, early_weights=False)),
             (65536, Shape(1024, 1024, early_weights=False, shared=True)),
-            (131072, _wide(256, 4, early_weights=False)),
+            (131072, _WIDER),
             (1 << 30, _wide(128, 8, early_weights=True)),
         ),
     ),
@@ -294,7 +296,6 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
     tile = RowTile(
         hidden_size, vec, threads, cta, cluster, early_weights=shape.early_weights, signal_early=shape.signal_early,
         prefetch=shape.prefetch, streaming=shape.streaming, late_residual=shape.late_residual,
-        mailbox=shape.mailbox and cluster > 1,
     )  # fmt: skip
     if _registers_suffice(tile, held) and not shape.shared:
         early = tile.early_weights and _weights_fit(tile, held, vectors)
