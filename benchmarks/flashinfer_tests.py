@@ -65,8 +65,8 @@ class File:
 
 
 def files(checkout: Path) -> list[Path]:
-    """The test files of a checkout that ask for norms."""
-    return sorted(path for pattern in PATTERNS for path in checkout.glob(pattern))
+    """The test files of a checkout that ask for norms; what renormalises probabilities is none."""
+    return sorted(path for pattern in PATTERNS for path in checkout.glob(pattern) if "renorm" not in path.name)
 
 
 def run_pytest(checkout: Path, options: argparse.Namespace, report: Path, which: Sequence[Path]) -> None:

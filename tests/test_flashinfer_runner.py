@@ -70,6 +70,14 @@ def test_a_checkout_is_run_and_told_apart(tmp_path, capsys):
     assert flashinfer_tests.main([str(folder)]) == 2
 
 
+def test_what_renormalises_probabilities_is_no_norm(tmp_path):
+    folder = tmp_path / "tests" / "trace"
+    folder.mkdir(parents=True)
+    for name in ("rmsnorm", "top_k_renorm_probs"):
+        (folder / f"test_{name}_reference_correctness.py").touch()
+    assert [path.name for path in flashinfer_tests.files(tmp_path)] == ["test_rmsnorm_reference_correctness.py"]
+
+
 def test_what_loads_cakes_kernels():
     """Its tests ask which program serves how many rows, and whether another number of rows loads another one."""
     with integration.install():

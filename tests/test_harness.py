@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests import canonical, oracles, tolerance
+from flashnorm import recipe
+from tests import canonical, combos, gatecombos, oracles, tolerance, warm
 from tests.canonical import canonical_sum, fma, narrow, rmsnorm_bits, widen
 
 FORMATS = {torch.float32: (24, -126, 127), torch.float16: (11, -14, 15), torch.bfloat16: (8, -126, 127)}
@@ -287,3 +288,17 @@ def test_steps_cross_zero_powers_of_two_and_infinity() -> None:
         assert int(tolerance.steps_between(one, below)) == 1
         nan = torch.full((1,), float("nan"), dtype=dtype)
         assert int(tolerance.steps_between(nan, nan)) == 0 and int(tolerance.steps_between(nan, one)) == tolerance.FAR
+
+
+# ------------------------------------------------------------------ what a run on a GPU builds
+def test_the_kernels_of_a_gpu_are_named_without_one(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("on a GPU they are built")
+    kernels = warm.kernels_for("sm_80")
+    assert set(recipe.from_json(recipe.to_json(kernels))) == set(kernels)
+    assert {kernel.arch for kernel in kernels} == {"sm_80"}
+    for route, least in (("cuda", 100), ("cute", 300)):
+        assert sum(kernel.route == route for kernel in kernels) > least
+    names = {kernel.op for kernel in kernels}
+    for op in {c.op for c in combos.COMBOS} | {c.op for c in gatecombos.COMBOS}:
+        assert any(name.startswith(op) for name in names), op
