@@ -10,6 +10,7 @@ import torch
 
 import flashnorm
 from flashnorm import backends
+from flashnorm.backends import cpu
 from flashnorm.core import device as devices
 from flashnorm.core import dispatch, plan
 from flashnorm.core.op import OPS
@@ -20,6 +21,7 @@ from flashnorm.jit.store import Store
 def fresh(monkeypatch):
     """No plan, kernel or failure remembered, before and after."""
     monkeypatch.setattr(plan, "_launches", {})
+    monkeypatch.setattr(cpu, "_loaded", cpu._loaded.__wrapped__)  # which another test may have filled
     monkeypatch.setattr(plan, "_failed", {})
     monkeypatch.setattr(plan, "_said", set())
     monkeypatch.setattr(plan, "_there", lambda route, target, variant: False)  # whatever this machine's cache holds
