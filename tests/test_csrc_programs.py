@@ -32,10 +32,12 @@ WIDTHS = (*range(1, 300, 7), 8, 16, 64, 128, 136, 248, 256, 257, 512, 576, 1000,
 
 
 @pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    """All kernels, side by side: one by one they would take most of the time."""
+def built(request: pytest.FixtureRequest) -> None:
+    """The kernels of this run, side by side: one by one they would take most of the time."""
+    given = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    names = {params.get("name") for params in given} & set(PROGRAMS)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda what: cpu.spec(*what).build(), PROGRAMS.values()))
+        list(pool.map(lambda name: cpu.spec(*PROGRAMS[name]).build(), names))
 
 
 @cache

@@ -236,13 +236,19 @@ def _dense(shape: Shape, hidden_size: int, held: int, most: bool, narrow: bool, 
 
 
 def _shape(size: int, rows: int, sm: int, heavy: bool) -> Shape:
-    """The table's word; without clusters one CTA has the threads of the cluster, or as many as registers allow."""
+    """The table's word."""
     table = next(t for limit, t in CLASSES if limit is None or rows <= limit)
     shape = next(s for limit, s in table if size <= limit)
-    if shape.cluster == 1 or has_clusters(sm):
+    return shape if has_clusters(sm) else _alone(shape, heavy)
+
+
+def _alone(shape: Shape, heavy: bool) -> Shape:
+    """Without clusters one CTA has the threads of the cluster, or as many as registers allow."""
+    if shape.cluster == 1:
         return shape
     threads = min(512 if heavy else 1024, shape.threads * shape.cluster)
-    return replace(shape, threads=threads, cta=threads, cluster=1)
+    two = None if shape.two is None else _alone(shape.two, heavy)
+    return replace(shape, threads=threads, cta=threads, cluster=1, two=two)
 
 
 def _registers(tile: RowTile) -> int:
