@@ -76,8 +76,13 @@ class Store:
     def from_settings(cls, config: Settings) -> Store:
         """The store that the environment asks for."""
         folders = choose_folders(config)
-        more = {"disabled": config.disable_jit, "temporary": folders.temporary}
-        return cls(folders.root, aot_dirs=config.aot_dirs, readable=folders.readable, **more)
+        return cls(
+            folders.root,
+            aot_dirs=config.aot_dirs,
+            readable=folders.readable,
+            disabled=config.disable_jit,
+            temporary=folders.temporary,
+        )
 
     # ---------------------------------------------------------------- looking
     def lookup(self, spec: ArtifactSpec) -> Path | None:

@@ -187,10 +187,8 @@ def test_another_users_files_in_ones_own_folder(cache, builder):
     assert builder.calls == 2
 
 
-@needs_root
-@pytest.mark.parametrize("trap", ["owner", "link", "open"])
-def test_a_trap_in_the_temporary_folder(temporary, tmp_path, trap):
-    place = temporary / f"flashnorm-{os.geteuid()}"
+def set_trap(place, trap, tmp_path):
+    """What somebody else may have put where a temporary folder is to be."""
     if trap == "link":
         (tmp_path / "elsewhere").mkdir()
         place.symlink_to(tmp_path / "elsewhere")
@@ -199,6 +197,13 @@ def test_a_trap_in_the_temporary_folder(temporary, tmp_path, trap):
         place.chmod(0o777)
         if trap == "owner":
             os.chown(place, 12345, 12345)
+
+
+@needs_root
+@pytest.mark.parametrize("trap", ["owner", "link", "open"])
+def test_a_trap_in_the_temporary_folder(temporary, tmp_path, trap):
+    place = temporary / f"flashnorm-{os.geteuid()}"
+    set_trap(place, trap, tmp_path)
     found = _temporary_with_warning(Settings.from_env({}), temporary, "no home")
     assert not found.root.is_relative_to(place)
 
@@ -236,14 +241,7 @@ def test_a_trap_where_a_temporary_folder_was(trap, temporary, tmp_path, builder)
         used = Store.from_settings(Settings.from_env({}))
     place = used.root.parent
     shutil.rmtree(place)
-    if trap == "link":
-        (tmp_path / "elsewhere").mkdir()
-        place.symlink_to(tmp_path / "elsewhere")
-    else:
-        place.mkdir()
-        place.chmod(0o777)
-        if trap == "owner":
-            os.chown(place, 12345, 12345)
+    set_trap(place, trap, tmp_path)
     with pytest.raises(BuildError, match=r"cannot be stored in .* is not this user's alone"):
         fake_spec(builder).build(used)
     assert builder.calls == 0 and not any(place.iterdir())

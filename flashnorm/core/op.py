@@ -87,7 +87,10 @@ class Op:
         self.routes = routes
         self.broadcast_vecs = broadcast_vecs
         # The number that stands for none is an object of the operator's own: warm calls tell it from an equal one.
-        self.by_value = {name: (s, n and float.fromhex(n.hex())) for name, (s, n) in (by_value or {}).items()}
+        self.by_value = {
+            name: (scalar, None if number is None else float.fromhex(number.hex()))
+            for name, (scalar, number) in (by_value or {}).items()
+        }
         self.blocks = blocks or (lambda tensor, _: (tuple(tensor.shape), tensor.stride()))
         called_so = labels or {}
         numbers = {number: called_so.get(name, name) for name, (number, _) in self.by_value.items()}

@@ -235,20 +235,10 @@ def _dense(shape: Shape, hidden_size: int, held: int, most: bool, narrow: bool, 
     return replace(shape, threads=threads, cta=threads * (shape.cta // shape.threads))
 
 
-def _shape(size: int, rows: int, sm: int, heavy: bool) -> Shape:
+def _shape(size: int, rows: int) -> Shape:
     """The table's word."""
     table = next(t for limit, t in CLASSES if limit is None or rows <= limit)
-    shape = next(s for limit, s in table if size <= limit)
-    return shape if has_clusters(sm) else _alone(shape, heavy)
-
-
-def _alone(shape: Shape, heavy: bool) -> Shape:
-    """Without clusters one CTA has the threads of the cluster, or as many as registers allow."""
-    if shape.cluster == 1:
-        return shape
-    threads = min(512 if heavy else 1024, shape.threads * shape.cluster)
-    two = None if shape.two is None else _alone(shape.two, heavy)
-    return replace(shape, threads=threads, cta=threads, cluster=1, two=two)
+    return next(s for limit, s in table if size <= limit)
 
 
 def _registers(tile: RowTile) -> int:
@@ -287,13 +277,16 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
         rows: M, or any M of its class.
     """
     loaded, held, vectors = needs.loaded, needs.held, max(1, needs.vectors)
-    shape = _shape(hidden_size * held // 2, rows, sm, needs.heavy)
+    shape = _shape(hidden_size * held // 2, rows)
     if shape.mean is not None and needs.exchanges >= 3:
         shape = shape.mean
     elif shape.narrow is not None and needs.narrow:
         shape = shape.narrow
     shape = shape.two if shape.two is not None and len(loaded) > 1 else shape
     shape = shape.apart if shape.apart is not None and not (needs.grouped and len(loaded) == 1) else shape
+    if shape.cluster > 1 and not has_clusters(sm):  # one CTA has their threads, or as many as registers allow
+        most = min(512 if needs.heavy else 1024, shape.threads * shape.cluster)
+        shape = replace(shape, threads=most, cta=most, cluster=1)
     if needs.dense and rows > 3072:
         shape = _dense(shape, hidden_size, held, rows > 98304, needs.narrow, needs.least > 1)
     cluster = min(shape.cluster, max(1, lanes(hidden_size) // WARP))
