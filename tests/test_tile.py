@@ -19,6 +19,7 @@ from flashnorm.program import (
     Rms,
     Round,
     RowProgram,
+    Silu,
     Variant,
 )
 
@@ -127,6 +128,11 @@ def test_rows_abreast():
         assert plans.pick(hidden_size, 8, whole, 90, rows).abreast == 1
         assert plans.pick(hidden_size, 8, added, 90, rows).abreast == 1
     assert plans.pick(16384, 8, one, 90, 256).abreast == 1
+    plain = RowProgram(LoadRow(), Rms(), (Affine(),), Cast())
+    rms = needs(plain, "bfloat16", "bfloat16", "bfloat16")
+    assert plans.pick(8192, 8, rms, 90, 32768) == RowTile(8192, 8, 512, 512, early_weights=False, batch=2, abreast=2)
+    silu = needs(replace(plain, maps=(Affine(), Silu())), "bfloat16", "bfloat16", "bfloat16")
+    assert plans.pick(8192, 8, silu, 90, 32768).abreast == 1
 
 
 def needs(program, *dtypes):

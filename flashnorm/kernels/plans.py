@@ -40,7 +40,8 @@ class Shape:
     abreast: int = 1
     ahead: bool = False  # of the vectors, where rows are abreast
     batch: int = 0  # rounds whose vectors are loaded together; 0: as many as registers allow
-    apart: Shape | None = None  # in place of this one where rows cannot be abreast, or two operands are loaded by rows
+    apart: Shape | None = None  # in place of this one where rows cannot be abreast, instructions are the limit, or two
+    # operands are loaded by rows
     two: Shape | None = None  # in place of this one where two operands are loaded by rows
     mean: Shape | None = None  # in place of this one for LayerNorm's three sums and two vectors
     narrow: Shape | None = None  # in place of this one where results take a byte an element
@@ -90,11 +91,11 @@ _MANY_NARROW_MEAN = Shape(4, 64, early_weights=False, batch=4)
 # bandwidth counts, so few barriers and 16 elements a thread or more, until a row is so wide that one CTA of it fills
 # an SM: then clusters, the row in shared memory, since registers for it leave no second row in flight (2048 x 131072:
 # 266 us on four CTAs, weights loaded 4 groups at a time; 267 with 8, 280 in registers). There the fused addition
-# stores its sum late, so that the first pass only reads (2048 x 131072: 543 us, 570 without). 32768 x 8192: 257 us
-# with two rows a CTA in shared memory, 260 with one. Between them rows used once are marked so (1024 x 8192: 9.56 us,
-# 10.04 without). FP8 results halve what is written, so that fewer threads a row win (32768 x 8192: 187 us on 256
-# threads, 207 on 512; 16384 x 4096: 49.5 on 128, 51.7 on 256), but for a fused addition, which moves as much as
-# before (8192 x 16384: 224 us on 1024, 226 on 512).
+# stores its sum late, so that the first pass only reads (2048 x 131072: 543 us, 570 without). 32768 x 8192: 254.8 us
+# with two rows abreast, 256.4 with two a CTA in shared memory, 258.3 with one. Between them rows used once are marked
+# so (1024 x 8192: 9.56 us, 10.04 without). FP8 results halve what is written, so that fewer threads a row win
+# (32768 x 8192: 187 us on 256 threads, 207 on 512; 16384 x 4096: 49.5 on 128, 51.7 on 256), but for a fused addition,
+# which moves as much as before (8192 x 16384: 224 us on 1024, 226 on 512).
 def _soon(threads: int, cta: int, cluster: int = 1, mean: Shape | None = None) -> Shape:
     return Shape(threads, cta, cluster, signal_early=True, prefetch="all", mean=mean)
 
@@ -114,8 +115,11 @@ _WIDE: tuple[tuple[int, Shape], ...] = (
         8192,
         Shape(
             512,
-            1024,
-            shared=True,
+            512,
+            early_weights=False,
+            batch=2,
+            abreast=2,
+            apart=Shape(512, 1024, shared=True),
             two=Shape(512, 512),
             mean=_PAIRS,
             narrow=Shape(256, 256, two=Shape(512, 512)),
@@ -283,7 +287,8 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
     elif shape.narrow is not None and needs.narrow:
         shape = shape.narrow
     shape = shape.two if shape.two is not None and len(loaded) > 1 else shape
-    shape = shape.apart if shape.apart is not None and not (needs.grouped and len(loaded) == 1) else shape
+    if shape.apart is not None and (needs.dense or not needs.grouped or len(loaded) > 1):
+        shape = shape.apart
     if shape.cluster > 1 and not has_clusters(sm):  # one CTA has their threads, or as many as registers allow
         most = min(512 if needs.heavy else 1024, shape.threads * shape.cluster)
         shape = replace(shape, threads=most, cta=most, cluster=1)
