@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import importlib
 import logging
+import math
 import pkgutil
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import flashnorm
+from flashnorm.core.checks import MAX_HIDDEN
 from flashnorm.integrations import sglang as sglang_plugin
 from flashnorm.integrations import vllm as vllm_plugin
 
@@ -159,6 +161,29 @@ def test_vllm_keeps_what_flashnorm_does_not_compute(vllm, calls, device):
     assert torch.equal(layer(x), flashnorm.rmsnorm(x, None, numerics="vllm"))
 
 
+def refused_by_flashnorm(layer, x):
+    """What to call a layer with that its engine may take, and flashnorm would not."""
+    yield x[:, : H // 2]  # rows of another width than the weight
+    yield x.to("meta")  # another device
+    yield torch.nested.nested_tensor([x, x], layout=torch.jagged)
+    for eps in (-1e-6, math.nan, torch.tensor(1e-6)):
+        layer.variance_epsilon = eps
+        yield x
+
+
+def test_vllm_keeps_what_flashnorm_would_refuse(vllm, calls, device):
+    vllm_plugin.register()
+    layer, x = vllm.RMSNorm(H, dtype=torch.bfloat16).to(device), rows(device)
+    for given in refused_by_flashnorm(layer, x):
+        assert layer(given)[0] == "cuda"
+    gemma = vllm.GemmaRMSNorm(H).to(device)
+    for given in refused_by_flashnorm(gemma, x):
+        assert gemma(given)[0] == "cuda"
+    wide = torch.zeros(1, MAX_HIDDEN + 8, dtype=torch.bfloat16, device=device)
+    assert vllm.RMSNorm(MAX_HIDDEN + 8, dtype=torch.bfloat16).to(device)(wide)[0] == "cuda"
+    assert calls == []
+
+
 def test_vllm_another_plugin_was_first(vllm, caplog):
     @vllm.RMSNorm.register_oot
     class Other(vllm.RMSNorm):
@@ -254,6 +279,8 @@ def test_sglang_keeps_what_flashnorm_does_not_compute(sglang, calls, device):
         other = sglang.RMSNorm(H).to(device)
         setattr(other, name, value)
         assert other(x)[0] == "cuda"
+    for given in refused_by_flashnorm(other := sglang.RMSNorm(H).to(device), x):
+        assert other(given)[0] == "cuda"
     assert calls == []
     layer(x, None, post_residual_addition=None)
     assert len(calls) == 1

@@ -51,6 +51,6 @@ def _forward(gemma: bool, original: Any, self: Any, x: Any, residual: Any = None
     plain = all(getattr(self, name, value) in (value, None) for name, value in _PLAIN.items())
     plain = plain and not more and all(value is None for value in named.values())
     weight = self.weight.data
-    if not plain or not engine.serves(x, residual, weight, gemma=gemma):
+    if not plain or not engine.serves(x, residual, weight, self.variance_epsilon, gemma=gemma):
         return original(self, x, residual, *more, **named)
     return engine.norm(x, residual, weight, self.variance_epsilon, gemma=gemma, numerics="flashinfer")

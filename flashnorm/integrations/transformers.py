@@ -33,12 +33,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 import flashnorm
-from flashnorm.core.checks import FLT_MAX, MAX_HIDDEN, PLAIN
 from flashnorm.core.op import NUMERICS
+from flashnorm.integrations import engine
 
 
 class Family(NamedTuple):
@@ -79,8 +77,6 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("Olmo2RMSNorm", "Olmo3RMSNorm", "GptOssRMSNorm"), _OLMO),
     **dict.fromkeys(("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm"), _GEMMA),
 }
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Forward:
@@ -225,29 +221,12 @@ def _bound_original(function: Any, module: nn.Module) -> bool:
 
 def _serves(x: Any, given: tuple[Any, ...], shape: Any, eps: Any, op: str) -> bool:
     """Whether a kernel may take this call: the same result, and no transform to lose."""
-    # A strided nested tensor is a plain `Tensor` of the strided layout.
-    if not _plain(x) or x.dtype not in _DTYPES or x.is_nested or x.layout is not torch.strided:
+    if not engine.fits(x, given, eps, any_dtype=op == "gemma_rmsnorm") or x.shape[-1:] != shape:
         return False
-    if x.shape[-1:] != shape or len(shape) != 1 or not 1 <= shape[0] <= MAX_HIDDEN:
-        return False
-    dtypes, device = _DTYPES if op == "gemma_rmsnorm" else (x.dtype,), x.device
-    for tensor in given:
-        if tensor is None:
-            continue
-        if not _plain(tensor) or tensor.dtype not in dtypes or tensor.shape != shape or tensor.device != device:
-            return False
-    if not isinstance(eps, float | int) or not 0.0 <= eps <= FLT_MAX:
-        return False
-    if op == "layernorm" and _autocast(device.type):
+    if op == "layernorm" and _autocast(x.device.type):
         return False
     # Forward-mode tangents and torch.func levels do not show in requires_grad.
     return torch.autograd.forward_ad._current_level < 0 and _untransformed()
-
-
-def _plain(tensor: Any) -> bool:
-    """Whether it is a tensor and no subclass; `torch.export` without Dynamo hands over fakes of plain ones."""
-    kind = type(tensor)
-    return kind in PLAIN or (kind in (FakeTensor, FunctionalTensor) and torch.compiler.is_compiling())
 
 
 def _autocast(device: str) -> bool:

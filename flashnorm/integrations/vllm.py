@@ -63,7 +63,7 @@ def _subclass(layer: Any, name: str) -> Any:
     def forward(self: Any, original: Any, x: Any, residual: Any, more: tuple[Any, ...], named: dict[str, Any]) -> Any:
         weight = self.weight.data if getattr(self, "has_weight", True) else None
         plain = getattr(self, "variance_size_override", None) is None and not more and not named
-        if not plain or not engine.serves(x, residual, weight, gemma=gemma):
+        if not plain or not engine.serves(x, residual, weight, self.variance_epsilon, gemma=gemma):
             return original(self, x, residual, *more, **named)
         return engine.norm(x, residual, weight, self.variance_epsilon, gemma=gemma, numerics=numerics)
 
