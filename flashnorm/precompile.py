@@ -31,6 +31,7 @@ from flashnorm.core.op import NUMERICS, Op
 from flashnorm.jit import ArtifactSpec, Store, toolchain
 from flashnorm.jit.aot import export
 from flashnorm.jit.entry import check_entry, portable_name
+from flashnorm.program import Variant
 from flashnorm.recipe import Kernel
 
 GPU_ROUTES = ("cute", "cuda")
@@ -126,9 +127,18 @@ def grid(arguments: argparse.Namespace, archs: list[str], routes: list[str]) -> 
             picked = {key: commands.values_of(op, key)[word] for key, word in form.items()}
             for size, index in itertools.product(sizes, indices):
                 variant = commands.plain_variant(op, commands.DTYPES[dtype], size, {"numerics": mode, **picked}, index)
+                _check_dtype(op, dtype, variant)
                 for arch in archs:
                     for route in ["cpu"] if arch == "host" else [r for r in routes if r in op.routes]:
                         yield Kernel(op.name, route, arch, variant)
+
+
+def _check_dtype(op: Op, dtype: str, variant: Variant) -> None:
+    """Raises ValueError where rows of the dtype are none of the operator's, and others are the caller's to choose."""
+    asked, first = str(commands.DTYPES[dtype]).removeprefix("torch."), variant.program.operands()[0]
+    taken = [name for name, known in commands.DTYPES.items() if str(known).removeprefix("torch.") in first.dtypes]
+    if taken and asked not in first.dtypes:
+        raise ValueError(f"--dtype {dtype}: {op.name} takes {', '.join(taken)}")
 
 
 def _options(given: list[str], ops: list[Op]) -> dict[str, list[str]]:

@@ -90,6 +90,7 @@ def test_nothing_else_is_in_the_folder_and_a_second_run_keeps_it(gpu_folder):
         (("--ops", "rmsnorm", "--hidden", "64"), "--arch is missing"),
         (("--arch", "sm_90a", "--ops", "rmsnrm", "--hidden", "64"), "'rmsnrm'"),
         (("--arch", "sm_90a", "--ops", "rmsnorm", "--hidden", "0"), "--hidden"),
+        (("--arch", "sm_90a", "--ops", "fused_qk_rmsnorm_rope", "--dtype", "fp32", "--hidden", "64"), "bf16, fp16"),
         (("--arch", "h200", "--ops", "rmsnorm", "--hidden", "64"), "sm_90a"),
         (("--arch", "sm_90a", "--ops", "rmsnorm", "--hidden", "64", "--jobs", "0"), "--jobs must be positive, got 0"),
         (("--recipe", "/nowhere/recipe.json"), "No such file"),

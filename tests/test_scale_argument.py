@@ -116,6 +116,19 @@ def test_things_that_are_no_scale(combo: Combo, device: torch.device) -> None:
         assert all(guard.unchanged() for guard in call.guards.values())
 
 
+@every_operator
+def test_a_scale_whose_gradient_would_be_lost(combo: Combo, device: torch.device) -> None:
+    """On either side; one on the CPU is a number for the kernel, and says so no more."""
+    problem = Problem(combo, (2, 64), device, scale=VALUE)
+    for where in sorted({"cpu", device.type}):
+        call = problem.prepare()
+        call.arguments["scale"] = torch.tensor(VALUE, device=where, requires_grad=True)
+        with pytest.raises(RuntimeError, match="scale requires grad, but this operator records no gradient"):
+            call("torch")
+        with torch.no_grad():
+            assert_same_bits(call("torch").out, problem.run("torch").out)
+
+
 @pytest.mark.gpu
 @every_operator
 def test_a_scale_that_was_just_written(combo: Combo, exact_route: str, device: torch.device) -> None:

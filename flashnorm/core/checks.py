@@ -66,7 +66,8 @@ def check_scalar(op: Op, name: str, value: Any) -> float:
 def split(op: Op, name: str, value: Any) -> tuple[torch.Tensor | None, float]:
     """An argument that is a number or a tensor of one element, as (tensor that a kernel reads or None, number).
 
-    A tensor on the CPU is read here. A kernel reads fp32, fp16 and bf16; other numbers become fp32.
+    A tensor on the CPU is read here, so what it requires of autograd is asked here too. A kernel reads fp32, fp16 and
+    bf16; other numbers become fp32.
     """
     (scalar, default), label = op.by_value[name], op.labels.get(name, name)
     if value is None and default is not None:
@@ -80,11 +81,14 @@ def split(op: Op, name: str, value: Any) -> tuple[torch.Tensor | None, float]:
     if value.dtype == torch.bool or value.dtype.is_complex:
         raise ValueError(f"{op.called}: {label} must be a real number, got {dtype_name(value)}")
     if value.device.type == "cpu" and type(value) in PLAIN and not torch.compiler.is_compiling():
+        if value.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"{op.called}: {label} requires grad, but {UNRECORDED}")
         return None, check_scalar(op, scalar, value.item())
     return value if dtype_name(value) in FLOATS else value.float(), 1.0
 
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+UNRECORDED = "this operator records no gradient; call it under torch.no_grad(), or on detached tensors"
 
 
 def check_option(op: Op, name: str, value: Any) -> Any:

@@ -67,7 +67,7 @@ def _lost(op: Op, args: tuple[Any, ...]) -> str:
                 f"a call with {by} records no gradient; leave {by} out, or call it under torch.no_grad(), or on "
                 "detached tensors"
             )
-        return "this operator records no gradient; call it under torch.no_grad(), or on detached tensors"
+        return checks.UNRECORDED
     return (
         "this operator records no gradient for torch.func and forward mode; use backward() or torch.autograd.grad "
         "where it is differentiable, else call it on detached tensors"
