@@ -215,9 +215,11 @@ def call(dtype: torch.dtype = torch.bfloat16, m: int = 3) -> torch.Tensor:
 
 
 # ------------------------------------------------------------------ what follows from them
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "and a folder of kernels"])
 def test_the_next_route_serves_and_one_line_says_why(
-    fault: Fault, world: World, caplog: pytest.LogCaptureFixture
+    fault: Fault, ahead: bool, world: World, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    world.patch.setattr(plan, "settings", dataclasses.replace(plan.settings, aot_dirs=(tmp_path,) if ahead else ()))
     target = "sm_{}{}a".format(*fault.capability)
     with caplog.at_level(logging.WARNING, logger="flashnorm"):
         assert all(bool((call(m=m) == 7).all()) for m in (3, 3, 2, 5))

@@ -21,7 +21,7 @@ from flashnorm.core import commands, dispatch
 from flashnorm.core import device as devices
 from flashnorm.core.checks import scales_view
 from flashnorm.core.operands import Launch, View, grid_of, leading_arguments, normalise, over
-from flashnorm.core.tools import tools
+from flashnorm.core.tools import asked, tools
 from flashnorm.jit import JitError, LoadError, MissingArtifact
 from flashnorm.jit.arch import device_arch
 from flashnorm.program import SCALES, Operand, Program, Variant
@@ -176,7 +176,7 @@ def _choose_for(
         # A kernel that is there needs no compiler: asking all of them takes longer than loading it. Where it is the
         # second choice, people want to know what the first one lacks.
         if _there(route, target_of(device), variant):
-            unasked = settings.aot_dirs or route == candidates[0]
+            unasked = (settings.aot_dirs and not asked()) or route == candidates[0]
             return _choose(op, device, failed, dispatch.UNASKED if unasked else tools(), mine)
         if dispatch.refusal(route, op.routes, device, tools()) is None:
             break

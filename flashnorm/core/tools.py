@@ -29,3 +29,8 @@ def tools() -> Tools:
         nvcc=_reason(toolchain.find_nvcc(), cxx, ninja, ffi),
         cxx=cpu_reason or _reason(cxx, ninja, ffi),
     )
+
+
+def asked() -> bool:
+    """Whether `tools` has looked, so that its answer costs nothing more."""
+    return tools.cache_info().currsize > 0
