@@ -139,8 +139,8 @@ def test_inference_mode_drops_tangents_as_it_does_pytorchs(warm: bool, device: t
         dual = forward_ad.make_dual(x, v)
         assert torch.equal(norm(dual), want)
         assert forward_ad.unpack_dual(norm(dual)).tangent is forward_ad.unpack_dual(double(dual)).tangent is None
-    # A transform that begins inside of it has tangents again.
+    # A transform that begins inside of it has tangents again: not with every PyTorch (2.13 has them, 2.11 does not).
     with torch.inference_mode():
-        assert torch.func.jvp(lambda q: q * 2, (x,), (v,))[1].any()
-        with refused():
-            torch.func.jvp(lambda q: flashnorm.rmsnorm(q, w), (x,), (v,))
+        if torch.func.jvp(lambda q: q * 2, (x,), (v,))[1].any():
+            with refused():
+                torch.func.jvp(lambda q: flashnorm.rmsnorm(q, w), (x,), (v,))

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from flashnorm import verify
+from flashnorm import recipe, verify
+from flashnorm.core import device as devices
 from flashnorm.core.op import ALL
+from flashnorm.jit.dsl import find_dsl
+from flashnorm.jit.toolchain import Missing
 from flashnorm.verify import cases
 
 pytestmark = pytest.mark.cpu_only
@@ -29,13 +38,76 @@ def test_what_is_built_first_is_checked_first(monkeypatch: pytest.MonkeyPatch) -
                 raise RuntimeError("no compiler")
 
     monkeypatch.setattr(verify.builds.backends, "artifact", Artifact)
-    todo = [(ALL[name], cases.USUAL) for name in ("rmsnorm", "fused_add_rmsnorm", "rmsnorm")]
+    todo = [(ALL[name], cases.USUAL, cases.QUICK_SHAPES) for name in ("rmsnorm", "fused_add_rmsnorm", "rmsnorm")]
     with verify.builds.Builds("cpu", todo, [(ALL["layernorm"], cases.USUAL)], CPU) as ahead:
         assert ahead.total == 3
         assert sorted(ahead.in_turn()) == [0, 1, 2]
     assert ahead.built == 3 and len(asked) == len(set(asked)) == 3
+    with verify.builds.Builds("torch", todo, [], CPU) as ahead:
+        assert list(ahead.in_turn()) == [0, 1, 2] and ahead.total == 0
+
+
+def test_kernels_of_the_dsl_are_built_beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of all shapes that the cache has not, by processes of their own; few are this one's business."""
+    monkeypatch.setattr(verify.builds.devices, "facts", lambda _: devices.DeviceFacts("cuda", (9, 0)))
+    asked: list[tuple[str, ...]] = []
+
+    class Process:
+        pid = 2**22 + 1  # beyond what Linux gives
+
+        def __init__(self, command, start_new_session, **nowhere):
+            assert start_new_session and set(nowhere.values()) == {subprocess.DEVNULL}
+            assert command[1:5] == ["-m", "flashnorm", "precompile", "--json"]
+            asked.append(recipe.read(command[command.index("--recipe") + 1]))
+
+        def wait(self):
+            asked.append(())
+
+    monkeypatch.setattr(verify.builds.subprocess, "Popen", Process)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    todo = [(ALL[name], cases.USUAL, cases.QUICK_SHAPES) for name in ("rmsnorm", "fused_add_rmsnorm", "rmsnorm")]
+    here: set[str] = set()
+    monkeypatch.setattr(verify.builds, "_there", lambda kernel: kernel.op in here)
     with verify.builds.Builds("cute", todo, [], CPU) as ahead:
         assert list(ahead.in_turn()) == [0, 1, 2] and ahead.total == 0
+    kernels, end = asked
+    assert sorted((k.op, k.route, k.arch, k.variant.hidden_size) for k in kernels) == [
+        (op, "cute", "sm_90a", h) for op in ("fused_add_rmsnorm", "rmsnorm") for h in (1000, 1024, 8200)
+    ]
+    assert end == () and list(tmp_path.iterdir()) == []
+    here.add("rmsnorm")
+    with verify.builds.Builds("cute", todo, [], CPU):
+        pass
+    assert len(asked) == 2
+
+
+@pytest.mark.skipif(isinstance(find_dsl(), Missing), reason="needs the CuTe DSL")
+def test_what_is_beside_ends_with_verify(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also what it has begun: nothing is left running, and nothing in the folder of temporary files."""
+    monkeypatch.setattr(verify.builds, "_there", lambda _: False)
+    monkeypatch.setenv("FLASHNORM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rms = ALL["rmsnorm"]
+    kernels = [
+        recipe.Kernel("rmsnorm", "cute", "sm_90a", verify.builds.variant_of(rms, cases.USUAL, CPU, 64 * i))
+        for i in range(1, 40)
+    ]
+    beside = verify.builds.Beside(kernels)
+    process = beside._process
+    assert process is not None
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "cache").glob("v1/cute-*")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    beside.end()
+    assert process.returncode == -signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        for _ in range(200):  # those that were killed are reaped by others
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+    assert 0 < len(list((tmp_path / "cache").glob("v1/cute-*"))) < len(kernels)
 
 
 def test_progress_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

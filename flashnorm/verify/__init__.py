@@ -126,7 +126,7 @@ def _check_route(
     `say` is told of each line as it begins.
     """
     lines: dict[int, Line] = {}
-    with builds.Builds(route, [(op, case) for op, case, _ in todo], more, device, also) as ahead:
+    with builds.Builds(route, todo, more, device, also) as ahead:
         for place in ahead.in_turn():
             op, case, shapes = todo[place]
             line = lines[place] = new_line(op, route, case, device)

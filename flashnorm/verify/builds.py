@@ -1,65 +1,84 @@
-"""Kernels built before they are checked: the C++ compilers run side by side, and what is ready is checked meanwhile.
+"""Kernels built before they are checked: compilers run side by side, and what is ready is checked meanwhile.
 
 One kernel after the other, compilers are most of the time of a cold machine.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from flashnorm import backends
+from flashnorm import backends, recipe
 from flashnorm.config import settings
 from flashnorm.core import device as devices
 from flashnorm.core import plan
 from flashnorm.core.op import Op
 from flashnorm.core.operands import normalise
-from flashnorm.jit import toolchain
+from flashnorm.jit import JitError, toolchain
 from flashnorm.program import Variant
-from flashnorm.verify.cases import Case
+from flashnorm.verify.cases import Case, Shapes
 from flashnorm.verify.problem import make_problem
 
-Todo = tuple[Op, Case]
+Todo = tuple[Op, Case, Shapes]
 COMPILED = ("cuda", "cpu")  # routes that run compilers of their own
+FEW = 4  # kernels that this process has compiled by the time that others have begun
 SECONDS = 10.0  # between two lines of progress where nobody looks at a terminal
 
 
-def variant_of(op: Op, case: Case, device: torch.device) -> Variant:
-    """A kernel of the C++ routes, which take H and strides as they come."""
-    problem = make_problem(op, case, 2, 8, device)
+def variant_of(op: Op, case: Case, device: torch.device, hidden: int = 8) -> Variant:
+    """A kernel; those of the C++ routes take H and strides as they come."""
+    problem = make_problem(op, case, 2, hidden, device)
     return normalise(op, problem.program, [problem.given.get(o.name) for o in op.operands])[0]
 
 
 class Builds:
     """The kernels of one route, being built in the background.
 
-    What fails here fails again, and is reported, where the kernel is called. The CuTe DSL compiles in this process,
-    one kernel at a time, and PyTorch has none: for them every kernel counts as ready.
+    What fails here fails again, and is reported, where the kernel is called. PyTorch's route has none: every kernel
+    of it counts as ready. So does every one of the CuTe DSL, which compiles one at a time in a process: this one begins
+    with the first, and others fill the cache with the rest.
     """
 
     def __init__(
         self,
         route: str,
         todo: Sequence[Todo],
-        more: Sequence[Todo],
+        more: Sequence[tuple[Op, Case]],
         device: torch.device,
         also: Sequence[Variant] = (),
     ) -> None:
         """`todo` is what will be checked, `more` and `also` what is needed after it."""
         self._pool: ThreadPoolExecutor | None = None
+        self._beside: Beside | None = None
         self._waiting: list[Future[object] | None] = [None] * len(todo)
         self.built, self.total = 0, 0
-        if route not in COMPILED or settings.disable_jit:
+        if settings.disable_jit:
             return
         target = plan.target_of(devices.facts(device))
+        if route == "cute":
+            wanted = [
+                recipe.Kernel(op.name, route, target, variant_of(op, case, device, hidden))
+                for op, case, shapes in todo
+                for _, hidden in shapes
+            ]
+            self._beside = Beside(wanted)
+        if route not in COMPILED:
+            return
         found: dict[Any, Future[object]] = {}
-        variants = [*(variant_of(op, case, device) for op, case in (*todo, *more)), *also]
+        pairs = [*((op, case) for op, case, _ in todo), *more]
+        variants = [*(variant_of(op, case, device) for op, case in pairs), *also]
         self._pool = ThreadPoolExecutor(toolchain.job_count(settings))
 
         def build(variant: Variant) -> object:
@@ -93,9 +112,48 @@ class Builds:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._beside is not None:
+            self._beside.end()
         if self._pool is not None:
             # After an error or an interrupt, nobody waits for what has not begun.
             self._pool.shutdown(wait=True, cancel_futures=kind is not None)
+
+
+class Beside:
+    """`flashnorm precompile` in a process of its own, which has one for each kernel: they come to the cache, where
+    locks see to it that none is built twice.
+
+    Where the cache is none that can be written, this process compiles all, as it would without.
+    """
+
+    def __init__(self, kernels: Iterable[recipe.Kernel]) -> None:
+        missing = [kernel for kernel in dict.fromkeys(kernels) if not _there(kernel)]
+        self._process: subprocess.Popen[bytes] | None = None
+        if len(missing) <= FEW:
+            return
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        asked = Path(self._folder.name) / "recipe.json"
+        asked.write_text(recipe.to_json(missing), encoding="utf-8")
+        command = [sys.executable, "-m", "flashnorm", "precompile", "--json"]
+        command += ["--recipe", str(asked), "--out", str(asked.parent / "out")]
+        nowhere = subprocess.DEVNULL
+        # A session: its own processes would outlive it, and end together this way.
+        self._process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
+
+    def end(self) -> None:
+        """What it has not built by now nobody waits for."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.wait()
+            self._folder.cleanup()
+
+
+def _there(kernel: recipe.Kernel) -> bool:
+    try:
+        return backends.artifact(kernel.route, kernel.variant, kernel.arch).lookup() is not None
+    except JitError:
+        return True  # not to be had: its call says why
 
 
 class Progress:
