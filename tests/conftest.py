@@ -41,8 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _group(item: pytest.Item) -> str:
     """Tests that share what takes long stay together: a kernel compiled for an architecture, what a file makes once,
-    and again after every test of another file, or a combination's kernels; else those of one function. What takes
-    gigabytes takes turns."""
+    and again after every test of another file, or a combination's kernels, or those of some dtypes; else those of one
+    function. What takes gigabytes takes turns."""
     if item.get_closest_marker("large"):
         return "large"
     callspec = getattr(item, "callspec", None)
@@ -53,7 +53,10 @@ def _group(item: pytest.Item) -> str:
     made = fixtures.name2fixturedefs.values() if fixtures is not None else ()
     if any(definition.scope == "module" for definitions in made for definition in definitions):
         return item.path.stem
-    return str(given["combo"]) if "combo" in given else item.nodeid.split("[")[0]
+    if "combo" in given:
+        return str(given["combo"])
+    function = item.nodeid.split("[")[0]
+    return f"{function} {given['dtypes']}" if "dtypes" in given else function
 
 
 # Of these files' grids a plain run on the CPU takes one test of so many, always the same ones: two cores need minutes
@@ -187,10 +190,18 @@ def unserved(route: str, device: str) -> str:
 def _seeded() -> Iterator[None]:
     """Nothing a test draws depends on the tests before it; a changed global setting fails the test that left it."""
     torch.manual_seed(0)
-    threads, default = torch.get_num_threads(), torch.get_default_dtype()
+    threads, default, modes = torch.get_num_threads(), torch.get_default_dtype(), _modes()
     yield
     torch.set_num_threads(threads)
     assert torch.get_default_dtype() == default
+    assert _modes() == modes
+
+
+def _modes() -> tuple[bool, ...]:
+    """What of autograd and of PyTorch's dispatcher is on or left out for this thread."""
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    keys = ("AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "Tracer")
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *(excluded(key) for key in keys)
 
 
 @pytest.fixture(params=["C++", "text", "Python"])

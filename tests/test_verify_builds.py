@@ -30,10 +30,10 @@ def test_what_is_built_first_is_checked_first(monkeypatch: pytest.MonkeyPatch) -
 
     class Artifact:
         def __init__(self, route, variant, target):
-            self.variant = variant
+            self.what = (route, target, variant.program.code())
 
         def build(self):
-            asked.append(self.variant.program.code())
+            asked.append(self.what)
             if len(asked) == 1:
                 raise RuntimeError("no compiler")
 
@@ -43,6 +43,11 @@ def test_what_is_built_first_is_checked_first(monkeypatch: pytest.MonkeyPatch) -
         assert ahead.total == 3
         assert sorted(ahead.in_turn()) == [0, 1, 2]
     assert ahead.built == 3 and len(asked) == len(set(asked)) == 3
+    monkeypatch.setattr(verify.builds.devices, "facts", lambda _: devices.DeviceFacts("cuda", (9, 0)))
+    asked.clear()
+    with verify.builds.Builds("cuda", todo, [], CPU) as ahead:
+        assert sorted(ahead.in_turn()) == [0, 1, 2]
+    assert sorted(what[:2] for what in asked) == [("cpu", "host")] * 2 + [("cuda", "sm_90a")] * 2
     with verify.builds.Builds("torch", todo, [], CPU) as ahead:
         assert list(ahead.in_turn()) == [0, 1, 2] and ahead.total == 0
 
@@ -64,6 +69,8 @@ def test_kernels_of_the_dsl_are_built_beside(monkeypatch: pytest.MonkeyPatch, tm
             asked.append(())
 
     monkeypatch.setattr(verify.builds.subprocess, "Popen", Process)
+    monkeypatch.setattr(verify.builds.Builds, "_start", lambda self, jobs: started.extend(job[0] for job, _ in jobs))
+    started: list[str] = []
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     todo = [(ALL[name], cases.USUAL, cases.QUICK_SHAPES) for name in ("rmsnorm", "fused_add_rmsnorm", "rmsnorm")]
@@ -71,6 +78,7 @@ def test_kernels_of_the_dsl_are_built_beside(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(verify.builds, "_there", lambda kernel: kernel.op in here)
     with verify.builds.Builds("cute", todo, [], CPU) as ahead:
         assert list(ahead.in_turn()) == [0, 1, 2] and ahead.total == 0
+    assert started == ["cpu"] * 3  # what results are held against
     kernels, end = asked
     assert sorted((k.op, k.route, k.arch, k.variant.hidden_size) for k in kernels) == [
         (op, "cute", "sm_90a", h) for op in ("fused_add_rmsnorm", "rmsnorm") for h in (1000, 1024, 8200)

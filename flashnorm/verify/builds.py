@@ -32,6 +32,8 @@ from flashnorm.verify.cases import Case, Shapes
 from flashnorm.verify.problem import make_problem
 
 Todo = tuple[Op, Case, Shapes]
+Job = tuple[str, str, Variant]  # route, target, variant
+CPU = torch.device("cpu")
 COMPILED = ("cuda", "cpu")  # routes that run compilers of their own
 FEW = 4  # kernels that this process has compiled by the time that others have begun
 SECONDS = 10.0  # between two lines of progress where nobody looks at a terminal
@@ -44,7 +46,7 @@ def variant_of(op: Op, case: Case, device: torch.device, hidden: int = 8) -> Var
 
 
 class Builds:
-    """The kernels of one route, being built in the background.
+    """The kernels of one route, being built in the background, and those of the CPU route that they are held against.
 
     What fails here fails again, and is reported, where the kernel is called. PyTorch's route has none: every kernel
     of it counts as ready. So does every one of the CuTe DSL, which compiles one at a time in a process: this one begins
@@ -62,9 +64,9 @@ class Builds:
         """`todo` is what will be checked, `more` and `also` what is needed after it."""
         self._pool: ThreadPoolExecutor | None = None
         self._beside: Beside | None = None
-        self._waiting: list[Future[object] | None] = [None] * len(todo)
+        self._waiting: list[list[Future[object]]] = [[] for _ in todo]
         self.built, self.total = 0, 0
-        if settings.disable_jit:
+        if settings.disable_jit or route == "torch":
             return
         target = plan.target_of(devices.facts(device))
         if route == "cute":
@@ -74,14 +76,22 @@ class Builds:
                 for _, hidden in shapes
             ]
             self._beside = Beside(wanted)
-        if route not in COMPILED:
-            return
-        found: dict[Any, Future[object]] = {}
-        pairs = [*((op, case) for op, case, _ in todo), *more]
-        variants = [*(variant_of(op, case, device) for op, case in pairs), *also]
+        jobs: list[tuple[Job, int | None]] = []
+        for place, (op, case, _) in enumerate(todo):
+            if route in COMPILED:
+                jobs.append(((route, target, variant_of(op, case, device)), place))
+            if route != "cpu" and "cpu" in op.routes:
+                jobs.append((("cpu", "host", variant_of(op, case, CPU)), place))
+        if route in COMPILED:
+            later = [*(variant_of(op, case, device) for op, case in more), *also]
+            jobs += [((route, target, variant), None) for variant in later]
+        self._start(jobs)
+
+    def _start(self, jobs: Sequence[tuple[Job, int | None]]) -> None:
         self._pool = ThreadPoolExecutor(toolchain.job_count(settings))
 
-        def build(variant: Variant) -> object:
+        def build(job: Job) -> object:
+            route, target, variant = job
             try:
                 return backends.artifact(route, variant, target).build()
             except Exception as error:
@@ -89,21 +99,25 @@ class Builds:
             finally:
                 self.built += 1
 
-        # Those with many operands take longest: last, they would keep one processor waiting for the other.
-        for variant in sorted(variants, key=lambda v: -len(v.dtypes)):
-            key = (variant.program.code(), variant.dtypes)
+        found: dict[Any, Future[object]] = {}
+        # nvcc's take longest, and of a compiler's those with many operands: last, they would keep one processor
+        # waiting for the others.
+        for job, place in sorted(jobs, key=lambda one: (one[0][0] == "cpu", -len(one[0][2].dtypes))):
+            route, _, variant = job
+            key = (route, variant.program.code(), variant.dtypes)
             if key not in found:
-                found[key] = self._pool.submit(build, variant)
+                found[key] = self._pool.submit(build, job)
+            if place is not None:
+                self._waiting[place].append(found[key])
         self.total = len(found)
-        self._waiting = [found[v.program.code(), v.dtypes] for v in variants[: len(todo)]]
 
     def in_turn(self) -> Iterator[int]:
-        """The places of `todo`, each as soon as its kernel is there, and in order where several are."""
+        """The places of `todo`, each as soon as its kernels are there, and in order where several are."""
         left = dict(enumerate(self._waiting))
         while left:
-            ready = [i for i, future in left.items() if future is None or future.done()]
+            ready = [i for i, futures in left.items() if all(future.done() for future in futures)]
             if not ready:
-                wait([future for future in left.values() if future is not None], return_when=FIRST_COMPLETED)
+                wait([f for futures in left.values() for f in futures if not f.done()], return_when=FIRST_COMPLETED)
                 continue
             del left[ready[0]]
             yield ready[0]
