@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -22,12 +23,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
+import flashnorm
 from flashnorm import recipe
 from flashnorm.core import plan
 from tests import gatecombos
 from tests.combos import CHUNKED, COMBOS, LAID_OUT, fitting, some_hidden
 from tests.gatekit import GateProblem
+from tests.inputs import rows
 from tests.problem import Problem
+from tests.test_gradients import DTYPES, NORMS, leaves
 
 ROOT = Path(__file__).parent.parent
 BROADCAST = ("rmsnorm", "gemma_rmsnorm", "rmsnorm_quant", "gemma_rmsnorm_quant")  # take a weight for each row
@@ -78,7 +84,27 @@ def kernels_for(arch: str) -> list[recipe.Kernel]:
 
         with mock.patch.object(plan, "_serve", note), contextlib.suppress(_Noted):
             problem.run(route, out)
+    serve = plan._serve
+
+    def noted(op: Any, variant: Any, *where: Any) -> Any:
+        for route in ("cuda", "cute"):
+            if route in op.routes:
+                found[recipe.Kernel(op.name, route, arch, variant)] = None
+        return serve(op, variant, *where)
+
+    with mock.patch.object(plan, "_serve", noted), flashnorm.backend("torch"):
+        record_gradients()
     return list(found)
+
+
+def record_gradients() -> None:
+    """Both directions of what is differentiable, in all dtypes, on the CPU."""
+    for norm, dtypes, shape in itertools.product(NORMS.values(), DTYPES, ((7, 111), (3, 5, 128), (133, 576))):
+        dtype, vectors, residual = dtypes
+        given = norm.tensors(shape, dtype, weight=vectors, bias=vectors, residual=residual)
+        y, *h = norm(leaves(given, torch.device("cpu")))
+        sums = [rows(shape, residual, "dh")] if h else []
+        torch.autograd.backward((y, *h), [rows(shape, dtype, "dy"), *sums])
 
 
 def build(device: str, part: int, parts: int) -> None:
