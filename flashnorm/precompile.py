@@ -31,7 +31,6 @@ from flashnorm.core.op import NUMERICS, Op
 from flashnorm.jit import ArtifactSpec, Store, toolchain
 from flashnorm.jit.aot import export
 from flashnorm.jit.entry import check_entry, portable_name
-from flashnorm.program import Variant
 from flashnorm.recipe import Kernel
 
 GPU_ROUTES = ("cute", "cuda")
@@ -123,22 +122,29 @@ def grid(arguments: argparse.Namespace, archs: list[str], routes: list[str]) -> 
     for op in (known[name] for name in ops):
         mine = {key: words for key, words in options.items() if key in op.options}
         forms = [dict(zip(mine, words, strict=True)) for words in itertools.product(*mine.values())]
-        for form, mode, dtype in itertools.product(forms, modes, dtypes):
+        for form, mode, dtype in itertools.product(forms, modes, _taken(op, dtypes, sizes[0])):
             picked = {key: commands.values_of(op, key)[word] for key, word in form.items()}
             for size, index in itertools.product(sizes, indices):
                 variant = commands.plain_variant(op, commands.DTYPES[dtype], size, {"numerics": mode, **picked}, index)
-                _check_dtype(op, dtype, variant)
                 for arch in archs:
                     for route in ["cpu"] if arch == "host" else [r for r in routes if r in op.routes]:
                         yield Kernel(op.name, route, arch, variant)
 
 
-def _check_dtype(op: Op, dtype: str, variant: Variant) -> None:
-    """Raises ValueError where rows of the dtype are none of the operator's, and others are the caller's to choose."""
-    asked, first = str(commands.DTYPES[dtype]).removeprefix("torch."), variant.program.operands()[0]
-    taken = [name for name, known in commands.DTYPES.items() if str(known).removeprefix("torch.") in first.dtypes]
-    if taken and asked not in first.dtypes:
-        raise ValueError(f"--dtype {dtype}: {op.name} takes {', '.join(taken)}")
+def _taken(op: Op, dtypes: list[str], size: int) -> list[str]:
+    """Those of the dtypes that an operator's rows may have; all of them where they are not the caller's to choose.
+
+    Raises:
+        ValueError: none of them is.
+    """
+    first = commands.plain_variant(op, commands.DTYPES[dtypes[0]], size, {}).program.operands()[0]
+    known = [name for name, dtype in commands.DTYPES.items() if str(dtype).removeprefix("torch.") in first.dtypes]
+    taken = [name for name in dtypes if name in known] if known else dtypes
+    if not taken:
+        raise ValueError(f"--dtype {','.join(dtypes)}: {op.name} takes {', '.join(known)}")
+    if len(taken) < len(dtypes):
+        print(f"flashnorm precompile: {op.name} takes {', '.join(known)} alone", file=sys.stderr)
+    return taken
 
 
 def _options(given: list[str], ops: list[Op]) -> dict[str, list[str]]:

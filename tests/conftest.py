@@ -197,11 +197,13 @@ def _seeded() -> Iterator[None]:
     assert _modes() == modes
 
 
-def _modes() -> tuple[bool, ...]:
-    """What of autograd and of PyTorch's dispatcher is on or left out for this thread."""
+def _modes() -> tuple[object, ...]:
+    """What of autograd, of its transforms and of PyTorch's dispatcher is on or left out for this thread."""
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-    keys = ("AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "Tracer")
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *(excluded(key) for key in keys)
+    keys = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView", "Tracer")
+    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.autograd.forward_ad._current_level)
+    depth = torch._C._len_torch_dispatch_stack(), torch._C._functorch.peek_interpreter_stack() is None
+    return (*modes, *depth, *(excluded(key) for key in keys))
 
 
 @pytest.fixture(params=["C++", "text", "Python"])

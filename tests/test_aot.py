@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import shutil
@@ -14,6 +15,7 @@ import torch
 import flashnorm
 from benchmarks.container_view import look
 from flashnorm import backends
+from flashnorm import precompile as precompile_command
 from flashnorm.__main__ import main
 from flashnorm.backends import guard, warm
 from flashnorm.core import dispatch
@@ -102,6 +104,18 @@ def test_wrong_usage(flags, error, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert main(["precompile", *flags, "--out", str(tmp_path / "out")]) == 2
     assert error in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_dtype_that_an_operator_does_not_take_is_left_out(capsys):
+    """Of several operators and dtypes, and said; the others are what was asked for."""
+    flags = ("--arch", "sm_90a", "--ops", "rmsnorm,fused_qk_rmsnorm_rope", "--dtype", "bf16,fp32", "--hidden", "64")
+    parser = argparse.ArgumentParser()
+    precompile_command.add_arguments(parser)
+    kernels = precompile_command.wanted(parser.parse_args([*flags, "--routes", "cuda", "--out", "nowhere"]))
+    assert sorted((k.op, k.variant.dtypes[0]) for k in kernels) == [
+        ("fused_qk_rmsnorm_rope", "bfloat16"), ("rmsnorm", "bfloat16"), ("rmsnorm", "float32")
+    ]  # fmt: skip
+    assert capsys.readouterr().err == "flashnorm precompile: fused_qk_rmsnorm_rope takes bf16, fp16 alone\n"
 
 
 @needs_dsl

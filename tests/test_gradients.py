@@ -84,6 +84,9 @@ DTYPES = (  # of rows, of weights and biases, of the residual
 )
 
 
+SHAPES = ((1, 64), (7, 111), (3, 5, 128), (133, 576))
+
+
 def leaves(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     return {name: t.detach().to(device, copy=True).requires_grad_() for name, t in tensors.items()}
 
@@ -103,7 +106,7 @@ def judge(tensors: dict[str, Any], want: ExpectedGradients, what: str) -> None:
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(t).removeprefix("torch.") for t in d))
 def test_gradients_are_right(name: str, dtypes: tuple[torch.dtype, ...], route: str, device: torch.device) -> None:
     norm, (dtype, vectors, residual) = NORMS[name], dtypes
-    for shape in ((1, 64), (7, 111), (3, 5, 128), (133, 576)):
+    for shape in SHAPES:
         given = norm.tensors(shape, dtype, weight=vectors, bias=vectors, residual=residual)
         tensors = leaves(given, device)
         dy, dh = rows(shape, dtype, "dy"), rows(shape, residual, "dh")

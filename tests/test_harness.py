@@ -9,9 +9,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from flashnorm import recipe
-from tests import canonical, combos, gatecombos, oracles, tolerance, warm
+from tests import canonical, combos, conftest, gatecombos, oracles, tolerance, warm
 from tests.canonical import canonical_sum, fma, narrow, rmsnorm_bits, widen
 
 FORMATS = {torch.float32: (24, -126, 127), torch.float16: (11, -14, 15), torch.bfloat16: (8, -126, 127)}
@@ -302,3 +303,12 @@ def test_the_kernels_of_a_gpu_are_named_without_one(device: torch.device) -> Non
     names = {kernel.op for kernel in kernels}
     for op in {c.op for c in combos.COMBOS} | {c.op for c in gatecombos.COMBOS}:
         assert any(name.startswith(op) for name in names), op
+
+
+def test_modes_that_a_test_leaves_behind_are_seen() -> None:
+    """Each of what conftest compares after every test, and the state that kernels below autograd run in."""
+    before = conftest._modes()
+    for mode in (torch.no_grad, torch.inference_mode, forward_ad.dual_level, torch._C._AutoDispatchBelowAutograd):
+        with mode():
+            assert conftest._modes() != before, mode
+    assert conftest._modes() == before

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import flashnorm
 from flashnorm.core.checks import MAX_HIDDEN
@@ -166,9 +167,18 @@ def refused_by_flashnorm(layer, x):
     yield x[:, : H // 2]  # rows of another width than the weight
     yield x.to("meta")  # another device
     yield torch.nested.nested_tensor([x, x], layout=torch.jagged)
-    for eps in (-1e-6, math.nan, torch.tensor(1e-6)):
+    for eps in (-1e-6, math.nan, True, torch.tensor(1e-6)):
         layer.variance_epsilon = eps
         yield x
+
+
+def refused_with_a_residual(x):
+    """(x, residual) that the operator in place would refuse."""
+    yield x, x
+    yield x, x[:1].expand_as(x)
+    yield x[:1].expand_as(x), x.clone()
+    yield x, x.to_sparse()
+    yield x, x.clone().requires_grad_()
 
 
 def test_vllm_keeps_what_flashnorm_would_refuse(vllm, calls, device):
@@ -179,6 +189,13 @@ def test_vllm_keeps_what_flashnorm_would_refuse(vllm, calls, device):
     gemma = vllm.GemmaRMSNorm(H).to(device)
     for given in refused_by_flashnorm(gemma, x):
         assert gemma(given)[0] == "cuda"
+    fresh = vllm.RMSNorm(H, dtype=torch.bfloat16).to(device)
+    for given in refused_with_a_residual(x):
+        assert fresh(*given)[0] == "cuda"
+    with forward_ad.dual_level():
+        assert fresh(forward_ad.make_dual(x, x))[0] == "cuda"
+    torch.func.vmap(lambda row: calls.extend(fresh(row)[:1]) or row)(x)
+    assert calls.pop() == "cuda"
     wide = torch.zeros(1, MAX_HIDDEN + 8, dtype=torch.bfloat16, device=device)
     assert vllm.RMSNorm(MAX_HIDDEN + 8, dtype=torch.bfloat16).to(device)(wide)[0] == "cuda"
     assert calls == []

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import flashnorm
 from tests.combos import STATIC, USUAL, Combo
@@ -127,6 +128,14 @@ def test_a_scale_whose_gradient_would_be_lost(combo: Combo, device: torch.device
             call("torch")
         with torch.no_grad():
             assert_same_bits(call("torch").out, problem.run("torch").out)
+        call = problem.prepare()
+        with (
+            forward_ad.dual_level(),
+            pytest.raises(RuntimeError, match=r"records no gradient for torch\.func"),
+        ):
+            number = torch.tensor(VALUE, device=where)
+            call.arguments["scale"] = forward_ad.make_dual(number, torch.ones_like(number))
+            call("torch")
 
 
 @pytest.mark.gpu

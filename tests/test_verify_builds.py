@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
+import contextlib
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,10 +18,12 @@ from flashnorm.core import device as devices
 from flashnorm.core.op import ALL
 from flashnorm.jit.dsl import find_dsl
 from flashnorm.jit.toolchain import Missing
+from flashnorm.program import Variant
 from flashnorm.verify import cases
 
 pytestmark = pytest.mark.cpu_only
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parent.parent
 
 
 def test_what_is_built_first_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,12 +62,12 @@ def test_kernels_of_the_dsl_are_built_beside(monkeypatch: pytest.MonkeyPatch, tm
     class Process:
         pid = 2**22 + 1  # beyond what Linux gives
 
-        def __init__(self, command, start_new_session, **nowhere):
-            assert start_new_session and set(nowhere.values()) == {subprocess.DEVNULL}
-            assert command[1:5] == ["-m", "flashnorm", "precompile", "--json"]
+        def __init__(self, command, stdin, start_new_session, **nowhere):
+            assert stdin == subprocess.PIPE and start_new_session and set(nowhere.values()) == {subprocess.DEVNULL}
+            assert command[3:5] == ["precompile", "--json"]
             asked.append(recipe.read(command[command.index("--recipe") + 1]))
 
-        def wait(self):
+        def communicate(self):
             asked.append(())
 
     monkeypatch.setattr(verify.builds.subprocess, "Popen", Process)
@@ -90,32 +92,61 @@ def test_kernels_of_the_dsl_are_built_beside(monkeypatch: pytest.MonkeyPatch, tm
     assert len(asked) == 2
 
 
+def alive(group: int) -> list[str]:
+    """Processes of a group that have not ended; whose parent has not asked how is in /proc all the same."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of = path.read_text().rpartition(")")[2].split()[:3]
+            found += [path.parent.name] if state != "Z" and int(of) == group else []
+    return found
+
+
+STARTED = """
+import sys, time
+from tests.test_verify_builds import many
+from flashnorm.verify import builds
+builds._there = lambda _: False
+beside = builds.Beside(many())
+print(beside._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def many() -> list[recipe.Kernel]:
+    def variant(hidden: int) -> Variant:
+        return verify.builds.variant_of(ALL["rmsnorm"], cases.USUAL, CPU, hidden)
+
+    return [recipe.Kernel("rmsnorm", "cute", "sm_90a", variant(64 * i)) for i in range(1, 40)]
+
+
 @pytest.mark.skipif(isinstance(find_dsl(), Missing), reason="needs the CuTe DSL")
-def test_what_is_beside_ends_with_verify(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also what it has begun: nothing is left running, and nothing in the folder of temporary files."""
+@pytest.mark.parametrize("how", ["at its end", "killed"])
+def test_what_is_beside_ends_with_verify(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also what it has begun, and however verify ends: nothing is left running."""
     monkeypatch.setattr(verify.builds, "_there", lambda _: False)
     monkeypatch.setenv("FLASHNORM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    rms = ALL["rmsnorm"]
-    kernels = [
-        recipe.Kernel("rmsnorm", "cute", "sm_90a", verify.builds.variant_of(rms, cases.USUAL, CPU, 64 * i))
-        for i in range(1, 40)
-    ]
-    beside = verify.builds.Beside(kernels)
-    process = beside._process
-    assert process is not None
+    if how == "killed":
+        other = subprocess.Popen([sys.executable, "-c", STARTED], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        group = int(other.stdout.readline())
+    else:
+        beside = verify.builds.Beside(many())
+        group = beside._process.pid
     deadline = time.monotonic() + 120
     while not list((tmp_path / "cache").glob("v1/cute-*")):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert alive(group) and time.monotonic() < deadline
         time.sleep(0.1)
-    beside.end()
-    assert process.returncode == -signal.SIGTERM
-    with pytest.raises(ProcessLookupError):
-        for _ in range(200):  # those that were killed are reaped by others
-            os.killpg(process.pid, 0)
-            time.sleep(0.05)
-    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
-    assert 0 < len(list((tmp_path / "cache").glob("v1/cute-*"))) < len(kernels)
+    if how == "killed":
+        other.kill()
+        other.communicate()
+    else:
+        beside.end()
+        assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+    while alive(group):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert 0 < len(list((tmp_path / "cache").glob("v1/cute-*"))) < len(many())
 
 
 def test_progress_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

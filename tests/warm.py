@@ -33,7 +33,7 @@ from tests.combos import CHUNKED, COMBOS, LAID_OUT, fitting, some_hidden
 from tests.gatekit import GateProblem
 from tests.inputs import rows
 from tests.problem import Problem
-from tests.test_gradients import DTYPES, NORMS, leaves
+from tests.test_gradients import DTYPES, NORMS, SHAPES, leaves
 
 ROOT = Path(__file__).parent.parent
 BROADCAST = ("rmsnorm", "gemma_rmsnorm", "rmsnorm_quant", "gemma_rmsnorm_quant")  # take a weight for each row
@@ -99,7 +99,7 @@ def kernels_for(arch: str) -> list[recipe.Kernel]:
 
 def record_gradients() -> None:
     """Both directions of what is differentiable, in all dtypes, on the CPU."""
-    for norm, dtypes, shape in itertools.product(NORMS.values(), DTYPES, ((7, 111), (3, 5, 128), (133, 576))):
+    for norm, dtypes, shape in itertools.product(NORMS.values(), DTYPES, SHAPES):
         dtype, vectors, residual = dtypes
         given = norm.tensors(shape, dtype, weight=vectors, bias=vectors, residual=residual)
         y, *h = norm(leaves(given, torch.device("cpu")))

@@ -81,14 +81,38 @@ def split(op: Op, name: str, value: Any) -> tuple[torch.Tensor | None, float]:
     if value.dtype == torch.bool or value.dtype.is_complex:
         raise ValueError(f"{op.called}: {label} must be a real number, got {dtype_name(value)}")
     if value.device.type == "cpu" and type(value) in PLAIN and not torch.compiler.is_compiling():
-        if value.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(f"{op.called}: {label} requires grad, but {UNRECORDED}")
+        if (value.requires_grad and torch.is_grad_enabled()) or has_tangent(value):
+            raise RuntimeError(f"{op.called}: {label} requires grad, but {unrecorded()}")
         return None, check_scalar(op, scalar, value.item())
     return value if dtype_name(value) in FLOATS else value.float(), 1.0
 
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-UNRECORDED = "this operator records no gradient; call it under torch.no_grad(), or on detached tensors"
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode AD follows a tensor: also under `torch.no_grad()`, which stops recording alone.
+
+    In inference mode PyTorch's own operators drop tangents, and tensors under a transform cannot be unpacked there.
+    """
+    if torch.autograd.forward_ad._current_level < 0 or torch.is_inference_mode_enabled():
+        return False
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def transformed() -> bool:
+    """Whether a transform of `torch.func` or forward mode is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def unrecorded() -> str:
+    """Why an operator without a derivative would lose a gradient, and what to do about it."""
+    if transformed():
+        return (
+            "this operator records no gradient for torch.func and forward mode; use backward() or torch.autograd.grad "
+            "where it is differentiable, else call it on detached tensors"
+        )
+    return "this operator records no gradient; call it under torch.no_grad(), or on detached tensors"
 
 
 def check_option(op: Op, name: str, value: Any) -> Any:

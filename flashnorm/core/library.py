@@ -49,7 +49,7 @@ def _autograd(op: Op) -> Callable[..., None]:
     def refusing(*args: Any) -> None:
         recording = torch.is_grad_enabled()
         for operand, tensor in zip(op.operands, args, strict=False):
-            if tensor is not None and ((recording and tensor.requires_grad) or _has_tangent(tensor)):
+            if tensor is not None and ((recording and tensor.requires_grad) or checks.has_tangent(tensor)):
                 raise RuntimeError(f"{op.called}: {op.label(operand)} requires grad, but {_lost(op, args)}")
         with torch._C._AutoDispatchBelowAutograd():
             op.overload(*args)
@@ -59,19 +59,14 @@ def _autograd(op: Op) -> Callable[..., None]:
 
 def _lost(op: Op, args: tuple[Any, ...]) -> str:
     """Why a gradient would be lost, and what to do about it."""
-    if torch._C._functorch.peek_interpreter_stack() is None and torch.autograd.forward_ad._current_level < 0:
-        if op.called in RECORDED:  # a call without these arguments would not have come here
-            named = {o.name for o, t in zip(op.operands, args, strict=False) if t is not None}
-            by = " and ".join(name for name in ("row_index", "input_scale") if name in named) or "out"
-            return (
-                f"a call with {by} records no gradient; leave {by} out, or call it under torch.no_grad(), or on "
-                "detached tensors"
-            )
-        return checks.UNRECORDED
-    return (
-        "this operator records no gradient for torch.func and forward mode; use backward() or torch.autograd.grad "
-        "where it is differentiable, else call it on detached tensors"
-    )
+    if op.called in RECORDED and not checks.transformed():  # a call without these arguments would not have come here
+        named = {o.name for o, t in zip(op.operands, args, strict=False) if t is not None}
+        by = " and ".join(name for name in ("row_index", "input_scale") if name in named) or "out"
+        return (
+            f"a call with {by} records no gradient; leave {by} out, or call it under torch.no_grad(), or on "
+            "detached tensors"
+        )
+    return checks.unrecorded()
 
 
 def refuse_vmap(op: Op, tensors: Iterable[torch.Tensor | None]) -> None:
@@ -81,16 +76,6 @@ def refuse_vmap(op: Op, tensors: Iterable[torch.Tensor | None]) -> None:
             f"{op.called}: torch.func.vmap has no batching rule for this operator; hand the batch over as further "
             "dimensions in front: each row is normalised by itself"
         )
-
-
-def _has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether forward-mode AD follows a tensor: also under `torch.no_grad()`, which stops recording alone.
-
-    In inference mode PyTorch's own operators drop tangents, and tensors under a transform cannot be unpacked there.
-    """
-    if torch.autograd.forward_ad._current_level < 0 or torch.is_inference_mode_enabled():
-        return False
-    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _fake(*_: Any) -> None:

@@ -15,10 +15,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def fits(x: Any, vectors: tuple[Any, ...], eps: Any, *, any_dtype: bool) -> bool:
-    """Whether a kernel takes rows `x` and what lies along them (None is left out): what flashnorm would refuse is left
-    to the engine. A vector in another dtype than the rows does where the result has the rows' in any case."""
-    # A strided nested tensor is a plain `Tensor` of the strided layout.
-    if not plain(x) or x.dtype not in DTYPES or x.is_nested or x.layout is not torch.strided:
+    """Whether a kernel takes rows `x` and what lies along them (None is left out), and no transform would be lost.
+
+    A vector in another dtype than the rows does where the result has the rows' in any case.
+    """
+    if not strided(x) or x.dtype not in DTYPES:
         return False
     shape = x.shape[-1:]
     if len(shape) != 1 or not 1 <= shape[0] <= MAX_HIDDEN:
@@ -27,25 +28,49 @@ def fits(x: Any, vectors: tuple[Any, ...], eps: Any, *, any_dtype: bool) -> bool
     for tensor in vectors:
         if tensor is None:
             continue
-        if not plain(tensor) or tensor.dtype not in dtypes or tensor.shape != shape or tensor.device != device:
+        if not strided(tensor) or tensor.dtype not in dtypes or tensor.shape != shape or tensor.device != device:
             return False
-    return isinstance(eps, float | int) and 0.0 <= eps <= FLT_MAX
+    if type(eps) not in (float, int) or not 0.0 <= eps <= FLT_MAX:
+        return False
+    # Forward-mode tangents and torch.func levels do not show in requires_grad.
+    return torch.autograd.forward_ad._current_level < 0 and _untransformed()
 
 
-def plain(tensor: Any) -> bool:
-    """Whether it is a tensor and no subclass; `torch.export` without Dynamo hands over fakes of plain ones."""
+def strided(tensor: Any) -> bool:
+    """Whether it is a tensor with strides and no subclass; `torch.export` without Dynamo hands over fakes of such ones.
+
+    A strided nested tensor is a plain `Tensor` of the strided layout.
+    """
     kind = type(tensor)
-    return kind in PLAIN or (kind in (FakeTensor, FunctionalTensor) and torch.compiler.is_compiling())
+    known = kind in PLAIN or (kind in (FakeTensor, FunctionalTensor) and torch.compiler.is_compiling())
+    return known and not tensor.is_nested and tensor.layout is torch.strided
+
+
+@torch.compiler.assume_constant_result
+def _untransformed() -> bool:
+    """Whether no `torch.func` transform is active.
+
+    Dynamo would take the answer None of PyTorch's function for an object. It runs this one instead while it traces,
+    where it has entered the transforms of the traced code, and guards their stack in any case.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is None
 
 
 def serves(x: Any, residual: Any, weight: Any, eps: Any, *, gemma: bool) -> bool:
     """Whether flashnorm computes what an engine's layer does: one dtype (else the engine's result would have the wider
-    one), and a residual like the input."""
+    one). A residual is like the input, and both can be written: no gradient is wanted, and no memory is shared."""
     if not fits(x, (weight,), eps, any_dtype=gemma):
         return False
-    return residual is None or (
-        plain(residual) and (residual.dtype, residual.shape, residual.device) == (x.dtype, x.shape, x.device)
-    )
+    if residual is None:
+        return True
+    if not strided(residual) or (residual.dtype, residual.shape, residual.device) != (x.dtype, x.shape, x.device):
+        return False
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, weight))
+    return not recorded and residual is not x and not any(_expanded(t) for t in (x, residual))
+
+
+def _expanded(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def norm(

@@ -223,22 +223,9 @@ def _serves(x: Any, given: tuple[Any, ...], shape: Any, eps: Any, op: str) -> bo
     """Whether a kernel may take this call: the same result, and no transform to lose."""
     if not engine.fits(x, given, eps, any_dtype=op == "gemma_rmsnorm") or x.shape[-1:] != shape:
         return False
-    if op == "layernorm" and _autocast(x.device.type):
-        return False
-    # Forward-mode tangents and torch.func levels do not show in requires_grad.
-    return torch.autograd.forward_ad._current_level < 0 and _untransformed()
+    return op != "layernorm" or not _autocast(x.device.type)
 
 
 def _autocast(device: str) -> bool:
     # A device without autocast (meta) must not be asked whether it is on.
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-@torch.compiler.assume_constant_result
-def _untransformed() -> bool:
-    """Whether no `torch.func` transform is active.
-
-    Dynamo would take the answer None of PyTorch's function for an object. It runs this one instead while it traces,
-    where it has entered the transforms of the traced code, and guards their stack in any case.
-    """
-    return torch._C._functorch.peek_interpreter_stack() is None

@@ -92,7 +92,8 @@ _MANY_NARROW_MEAN = Shape(4, 64, early_weights=False, batch=4)
 # an SM: then clusters, the row in shared memory, since registers for it leave no second row in flight (2048 x 131072:
 # 266 us on four CTAs, weights loaded 4 groups at a time; 267 with 8, 280 in registers). There the fused addition
 # stores its sum late, so that the first pass only reads (2048 x 131072: 543 us, 570 without). 32768 x 8192: 254.8 us
-# with two rows abreast, 256.4 with two a CTA in shared memory, 258.3 with one. Between them rows used once are marked
+# with two rows abreast, 256.4 with two a CTA in shared memory, 258.3 with one (fp32, x 4096: 301 us, 380 and 304; other
+# widths and fewer rows of this class were not measured). Between them rows used once are marked
 # so (1024 x 8192: 9.56 us, 10.04 without). FP8 results halve what is written, so that fewer threads a row win
 # (32768 x 8192: 187 us on 256 threads, 207 on 512; 16384 x 4096: 49.5 on 128, 51.7 on 256), but for a fused addition,
 # which moves as much as before (8192 x 16384: 224 us on 1024, 226 on 512).

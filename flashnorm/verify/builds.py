@@ -69,13 +69,6 @@ class Builds:
         if settings.disable_jit or route == "torch":
             return
         target = plan.target_of(devices.facts(device))
-        if route == "cute":
-            wanted = [
-                recipe.Kernel(op.name, route, target, variant_of(op, case, device, hidden))
-                for op, case, shapes in todo
-                for _, hidden in shapes
-            ]
-            self._beside = Beside(wanted)
         jobs: list[tuple[Job, int | None]] = []
         for place, (op, case, _) in enumerate(todo):
             if route in COMPILED:
@@ -86,6 +79,12 @@ class Builds:
             later = [*(variant_of(op, case, device) for op, case in more), *also]
             jobs += [((route, target, variant), None) for variant in later]
         self._start(jobs)
+        if route == "cute":  # last: what is begun here is ended by `__exit__` alone
+            self._beside = Beside(
+                recipe.Kernel(op.name, route, target, variant_of(op, case, device, hidden))
+                for op, case, shapes in todo
+                for _, hidden in shapes
+            )
 
     def _start(self, jobs: Sequence[tuple[Job, int | None]]) -> None:
         self._pool = ThreadPoolExecutor(toolchain.job_count(settings))
@@ -133,12 +132,24 @@ class Builds:
             self._pool.shutdown(wait=True, cancel_futures=kind is not None)
 
 
-class Beside:
-    """`flashnorm precompile` in a process of its own, which has one for each kernel: they come to the cache, where
-    locks see to it that none is built twice.
+# The first thing that process does is to wait for the end of its input, in a thread: it comes with this one's,
+# however that is. Its own processes are of its session, and end with it.
+_BESIDE = """
+import os, signal, sys, threading
 
-    Where the cache is none that can be written, this process compiles all, as it would without.
-    """
+def follow():
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGTERM)
+
+threading.Thread(target=follow, daemon=True).start()
+from flashnorm.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Beside:
+    """`flashnorm precompile` in a process of its own, which has several: kernels come to the cache, where locks see to
+    it that none is built twice. What fails there is built here, where it is needed."""
 
     def __init__(self, kernels: Iterable[recipe.Kernel]) -> None:
         missing = [kernel for kernel in dict.fromkeys(kernels) if not _there(kernel)]
@@ -148,18 +159,19 @@ class Beside:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         asked = Path(self._folder.name) / "recipe.json"
         asked.write_text(recipe.to_json(missing), encoding="utf-8")
-        command = [sys.executable, "-m", "flashnorm", "precompile", "--json"]
+        command = [sys.executable, "-c", _BESIDE, "precompile", "--json"]
         command += ["--recipe", str(asked), "--out", str(asked.parent / "out")]
-        nowhere = subprocess.DEVNULL
-        # A session: its own processes would outlive it, and end together this way.
-        self._process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
+        command += ["--jobs", str(max(1, toolchain.job_count(settings) // 2))]  # C++ compilers run meanwhile
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
 
     def end(self) -> None:
         """What it has not built by now nobody waits for."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGTERM)
-            self._process.wait()
+            self._process.communicate()
             self._folder.cleanup()
 
 
