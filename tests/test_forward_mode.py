@@ -141,6 +141,8 @@ def test_inference_mode_drops_tangents_as_it_does_pytorchs(warm: bool, device: t
         assert forward_ad.unpack_dual(norm(dual)).tangent is forward_ad.unpack_dual(double(dual)).tangent is None
     # A transform that begins inside of it has tangents again: not with every PyTorch (2.13 has them, 2.11 does not).
     with torch.inference_mode():
-        if torch.func.jvp(lambda q: q * 2, (x,), (v,))[1].any():
+        kept = bool(torch.func.jvp(lambda q: q * 2, (x,), (v,))[1].any())
+        assert kept or torch.__version__ < (2, 13)
+        if kept:
             with refused():
                 torch.func.jvp(lambda q: flashnorm.rmsnorm(q, w), (x,), (v,))

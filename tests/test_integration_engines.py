@@ -191,7 +191,7 @@ def test_vllm_keeps_what_flashnorm_would_refuse(vllm, calls, device):
         assert gemma(given)[0] == "cuda"
     fresh = vllm.RMSNorm(H, dtype=torch.bfloat16).to(device)
     for given in refused_with_a_residual(x):
-        assert fresh(*given)[0] == "cuda"
+        assert fresh(*given)[0] == vllm.GemmaRMSNorm(H).to(device)(*given)[0] == "cuda"
     with forward_ad.dual_level():
         assert fresh(forward_ad.make_dual(x, x))[0] == "cuda"
     torch.func.vmap(lambda row: calls.extend(fresh(row)[:1]) or row)(x)
@@ -296,8 +296,11 @@ def test_sglang_keeps_what_flashnorm_does_not_compute(sglang, calls, device):
         other = sglang.RMSNorm(H).to(device)
         setattr(other, name, value)
         assert other(x)[0] == "cuda"
-    for given in refused_by_flashnorm(other := sglang.RMSNorm(H).to(device), x):
-        assert other(given)[0] == "cuda"
+    for name in ("RMSNorm", "GemmaRMSNorm"):
+        for given in refused_with_a_residual(x):
+            assert getattr(sglang, name)(H).to(device)(*given)[0] == "cuda"
+        for given in refused_by_flashnorm(other := getattr(sglang, name)(H).to(device), x):
+            assert other(given)[0] == "cuda"
     assert calls == []
     layer(x, None, post_residual_addition=None)
     assert len(calls) == 1

@@ -10,6 +10,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 import flashnorm
 from flashnorm.core.checks import FLT_MAX, MAX_HIDDEN, PLAIN
+from flashnorm.core.layout import self_overlaps
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -66,11 +67,7 @@ def serves(x: Any, residual: Any, weight: Any, eps: Any, *, gemma: bool) -> bool
     if not strided(residual) or (residual.dtype, residual.shape, residual.device) != (x.dtype, x.shape, x.device):
         return False
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, weight))
-    return not recorded and residual is not x and not any(_expanded(t) for t in (x, residual))
-
-
-def _expanded(tensor: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not recorded and residual is not x and not any(self_overlaps(t.shape, t.stride()) for t in (x, residual))
 
 
 def norm(
