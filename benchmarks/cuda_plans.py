@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -132,7 +133,7 @@ def plans(module: Any, name: str, m: int, h: int) -> Iterator[Plan]:
     lanes = 1
     while lanes < min(-(-h // 8), 1024):
         lanes *= 2
-    numbers = [int(word) for word in module["tiles"]().split()]
+    numbers = list(itertools.takewhile(lambda number: number >= 0, map(module["tiles"], itertools.count())))
     seen: set[Plan] = set()
     for at in range(0, len(numbers), 10):
         threads, cluster, held, groups, present, most, some_rows, abreast, shifted, programs = numbers[at : at + 10]

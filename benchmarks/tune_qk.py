@@ -76,7 +76,7 @@ def timed(module: Any, kind: str, heads: int, args: argparse.Namespace, log: Log
     if args.scope == "head":
         weights = {"q_weight": first["q_weight"][: layout.head_dim], "k_weight": first["k_weight"][: layout.head_dim]}
         buffers = [{**b, **weights} for b in buffers]
-    launch = module["launch"](layout.integers(), layout.numbers())
+    launch = module["launch"](*layout.integers(), *layout.numbers())
 
     def bound(b: dict[str, torch.Tensor]) -> Any:
         shaped = (w.view(-1, layout.head_dim).expand(heads, -1) for w in (b["q_weight"], b["k_weight"]))

@@ -16,7 +16,7 @@ HEADERS: dict[Route, str] = {"cuda": "flashnorm/ffi/launch_qk.h", "cpu": "flashn
 
 
 def unit(program: QkNormRope, types: Sequence[str], route: Route) -> str:
-    """The source text of a unit that exports `launch(integers, numbers) -> launch(*scalars, enable_pdl, *operands)`.
+    """The source text of a unit that exports `launch(*integers, *numbers) -> launch(*scalars, enable_pdl, *operands)`.
 
     Args:
         program: what is computed, whatever the layout.
@@ -56,7 +56,8 @@ def unit(program: QkNormRope, types: Sequence[str], route: Route) -> str:
         "layout": "layout",
     }
     scalars = [f"double {name}" for name in program.scalars()]
-    parameters = ", ".join([*scalars, "bool enable_pdl", *(f"TensorView {name}" for name in names)])
+    tensors = [f"TensorView {name}" for name in names]
+    parameters = ", ".join(["const QkLayout& layout", *scalars, "bool enable_pdl", *tensors])
     lines = [
         "struct Options {",
         f"  static constexpr Scope kScope = Scope::k{program.scope.capitalize()};",
@@ -64,16 +65,14 @@ def unit(program: QkNormRope, types: Sequence[str], route: Route) -> str:
         "};",
         f"using Program = QkNormRope<{', '.join(['Options', *arguments])}>;",
         "",
-        "tvm::ffi::Function bind(tvm::ffi::Array<int64_t> integers, tvm::ffi::Array<double> numbers) {",
-        "  const QkLayout layout = layout_of(integers, numbers);",
-        f"  return tvm::ffi::Function::FromTyped([layout]({parameters}) {{",
-        f"    const TensorView tensors[] = {{{', '.join(names)}}};",
-        f"    QkOperands operands(tensors, {len(names)}, layout);",
-        "    const Program program{",
-        *(f"        {init},  // {member}" for member, init in members.items()),
-        "    };",
-        "    launch_qk(program, operands, enable_pdl);",
-        "  });",
+        f"void launch({parameters}) {{",
+        f"  const TensorView tensors[] = {{{', '.join(names)}}};",
+        f"  QkOperands operands(tensors, {len(names)}, layout);",
+        "  const Program program{",
+        *(f"      {init},  // {member}" for member, init in members.items()),
+        "  };",
+        "  launch_qk(program, operands, enable_pdl);",
         "}",
     ]
-    return unit_text(program, HEADERS[route], lines, "bind", includes=False)
+    bind = "FLASHNORM_EXPORT_AS(launch, flashnorm::give_bound<launch>(flashnorm::layout_of(given), launch, result))"
+    return unit_text(program, HEADERS[route], lines, bind)

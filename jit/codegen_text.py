@@ -29,17 +29,15 @@ def float_text(value: float) -> str:
     return f"{value.hex()}f"
 
 
-def unit_text(program: Any, header: str, lines: Iterable[str], launch: str = "launch", *, includes: bool = True) -> str:
-    """A unit: `lines` define the function `launch`, which it exports.
+def unit_text(program: Any, header: str, lines: Iterable[str], export: str = "FLASHNORM_EXPORT(launch, launch)") -> str:
+    """A unit: `lines` define the function that it exports.
 
     Args:
         program: for the reader.
         header: with the kernels.
         lines: in a namespace of their own, flashnorm's names known.
-        launch: the function's name.
-        includes: the unit includes what exports need; else the header does.
+        export: the statement that exports it.
     """
-    own = ["#include <tvm/ffi/function.h>", ""] if includes else []
-    head = [f"// Generated from {program!r}", f'#include "{header}"', "", *own]
+    head = [f"// Generated from {program!r}", f'#include "{header}"', ""]
     body = ["namespace {", "", "using namespace flashnorm;", "", *lines, "", "}  // namespace", ""]
-    return "\n".join([*head, *body, f"TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch, {launch})", ""])
+    return "\n".join([*head, *body, export, ""])

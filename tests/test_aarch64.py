@@ -14,7 +14,7 @@ from flashnorm.core.checks import dtype_name
 from flashnorm.core.op import ALL
 from flashnorm.jit.codegen import unit
 from flashnorm.jit.cpu import parse_cpuinfo
-from flashnorm.jit.toolchain import HostCompiler, cxx_flags
+from flashnorm.jit.toolchain import HostCompiler, cxx_flags, find_tvm_ffi
 from flashnorm.program import RowProgram
 from tests import cross
 from tests.canonical import Bits
@@ -87,16 +87,16 @@ def operands(problem: Problem) -> tuple[RowProgram, dict[str, torch.Tensor]]:
 
 
 def units() -> str:
-    """One unit for each combination, in a namespace of its own, and the function that picks one."""
+    """One unit for each combination, each with an export of its own, and the table of them."""
     text, cases = [], []
     for i, combo in enumerate(WANTED):
         program, tensors = operands(golden_problem(combo, golden_shapes(combo)[0], "cpu"))
-        text.append(f"namespace unit{i} {{\n{unit(program, tuple(map(dtype_name, tensors.values())), 'cpu')}}}\n")
-        scalars = [f"scalar[{SCALARS.index(name)}]" for name in program.scalars()]
-        arguments = ", ".join([*scalars, "false", *(f"t[{n}]" for n in range(len(tensors)))])
-        cases.append(f"    case {i}: return unit{i}::launch({arguments});")
-    head = "void call(int which, const double* scalar, const std::vector<TensorView>& t) {\n  switch (which) {\n"
-    return "".join(text) + head + "\n".join(cases) + "\n    default: std::exit(4);\n  }\n}\n"
+        one = unit(program, tuple(map(dtype_name, tensors.values())), "cpu")
+        assert one.count("FLASHNORM_EXPORT(launch,") == 1
+        text.append(f"namespace unit{i} {{\n{one.replace('EXPORT(launch,', f'EXPORT(launch{i},')}}}\n")
+        scalars = ", ".join(str(SCALARS.index(name)) for name in program.scalars())
+        cases.append(f"    {{unit{i}::__tvm_ffi_launch{i}, {{{scalars}}}}},")
+    return "\n".join([*text, "const Case kCases[] = {", *cases, "};", ""])
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,10 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     flags = cxx_flags(compiler, parse_cpuinfo("", "aarch64"))
     assert "-mcpu=native" in flags
     flags = tuple("-march=armv8-a" if flag == "-mcpu=native" else flag for flag in flags)
-    includes = [f"-I{HERE / 'csrc' / 'fake_ffi'}", f"-I{HERE.parent / 'csrc'}", f'-DUNITS="{folder / "units.inc"}"']
+    ffi = find_tvm_ffi()
+    assert ffi
+    includes = [f"-I{HERE.parent / 'csrc'}", *(f"-I{path}" for path in ffi.include_dirs)]
+    includes.append(f'-DUNITS="{folder / "units.inc"}"')
     source = HERE / "csrc" / "run_units.cpp"
     command = [cross.COMPILER, *flags, *includes, "-static", source, "-o", folder / "run", "-ldl"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -37,7 +37,7 @@ _SOURCES = tuple(
         "stages.cuh",
         "stages",
         "ffi/operands.h",
-        "ffi/text.h",
+        "ffi/call.h",
         "qk",
         "cpu",
     )

@@ -222,7 +222,7 @@ class QkNormRope:
     def bind(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
         """The launch of this layout, from a compiled kernel's entry point."""
         assert self.layout is not None
-        bound: Callable[..., Any] = kernel(self.layout.integers(), self.layout.numbers())
+        bound: Callable[..., Any] = kernel(*self.layout.integers(), *self.layout.numbers())
         return bound
 
     def complaint(self, shape: tuple[Any, ...]) -> str | None:

@@ -1,18 +1,16 @@
 // The device bodies of csrc/'s conversions and activations as functions over tensors: N elements a thread, as the kernels
 // have them.
 #include <cuda_runtime.h>
-#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
-#include <tvm/ffi/function.h>
 
 #include "flashnorm/activation.cuh"
 #include "flashnorm/codec8.cuh"
+#include "flashnorm/ffi/call.h"
 #include "flashnorm/vec.cuh"
 
 namespace {
 
 using namespace flashnorm;
-using tvm::ffi::TensorView;
 
 constexpr int N = kGroup;
 
@@ -64,21 +62,21 @@ void run(void (*kernel)(const From*, To*, int64_t), const TensorView& from, cons
   const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, from.device().device_id));
   kernel<<<unsigned((packs + 255) / 256), 256, 0, stream>>>(static_cast<const From*>(from.data_ptr()),
                                                              static_cast<To*>(to.data_ptr()), packs);
-  if (cudaGetLastError() != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "the launch failed";
+  if (cudaGetLastError() != cudaSuccess) throw flashnorm::runtime_error() << "the launch failed";
 }
 
 }  // namespace
 
 #define CONVERSION(name, T)                                                                       \
   void narrow_##name(TensorView from, TensorView to) { run<float, T>(narrow_all<T>, from, to); } \
-  TVM_FFI_DLL_EXPORT_TYPED_FUNC(narrow_##name, narrow_##name)
+  FLASHNORM_EXPORT(narrow_##name, narrow_##name)
 #define WIDENING(name, T)                                                                       \
   void widen_##name(TensorView from, TensorView to) { run<T, float>(widen_all<T>, from, to); } \
-  TVM_FFI_DLL_EXPORT_TYPED_FUNC(widen_##name, widen_##name)
+  FLASHNORM_EXPORT(widen_##name, widen_##name)
 
 #define ACTIVATION(name, kind)                                                                                  \
   void name(TensorView from, TensorView to) { run<float, float>(activate_all<Activation::kind>, from, to); } \
-  TVM_FFI_DLL_EXPORT_TYPED_FUNC(name, name)
+  FLASHNORM_EXPORT(name, name)
 
 ACTIVATION(silu, kSilu)
 ACTIVATION(sigmoid, kSigmoid)

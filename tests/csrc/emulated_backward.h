@@ -3,8 +3,6 @@
 
 #define FLASHNORM_EMULATED "emulated_device.h"
 
-#include <tvm/ffi/function.h>
-
 #include "flashnorm/ffi/backward_select.h"
 
 namespace flashnorm {
@@ -50,6 +48,6 @@ inline int launches() { return forced.launches; }
 
 }  // namespace flashnorm
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(picked, flashnorm::picked)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(force, flashnorm::force)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(launches, flashnorm::launches)
+FLASHNORM_EXPORT(picked, flashnorm::picked)
+FLASHNORM_EXPORT(force, flashnorm::force)
+FLASHNORM_EXPORT(launches, flashnorm::launches)

@@ -3,8 +3,6 @@
 
 #define FLASHNORM_EMULATED "emulated_device.h"
 
-#include <tvm/ffi/function.h>
-
 #include <cstring>
 
 #include "flashnorm/ffi/select.h"
@@ -62,6 +60,6 @@ inline void force(int sm, int shared_memory, int threads, int rows, int cluster,
 
 }  // namespace flashnorm
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(picked, flashnorm::picked)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(has_kernel, flashnorm::has_kernel)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(force, flashnorm::force)
+FLASHNORM_EXPORT(picked, flashnorm::picked)
+FLASHNORM_EXPORT(has_kernel, flashnorm::has_kernel)
+FLASHNORM_EXPORT(force, flashnorm::force)

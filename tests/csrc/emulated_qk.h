@@ -3,8 +3,6 @@
 
 #define FLASHNORM_EMULATED "emulated_device.h"
 
-#include <tvm/ffi/function.h>
-
 #include <cstring>
 
 #include "flashnorm/qk/plan.h"
@@ -36,7 +34,7 @@ inline void force(int processors, int shared_memory, int threads, int lanes, int
 }
 
 // The sine and the cosine of many positions and frequencies, in place: position, hi, lo -> sine, cosine, lo.
-inline void turns(tvm::ffi::TensorView triples) {
+inline void turns(TensorView triples) {
   float* at = static_cast<float*>(triples.data_ptr());
   for (int64_t i = 0; i < triples.numel() / 3; ++i, at += 3) {
     const Turn turn = turn_of(at[0], {at[1], at[2]});
@@ -46,5 +44,5 @@ inline void turns(tvm::ffi::TensorView triples) {
 
 }  // namespace flashnorm
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(force, flashnorm::force)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(turns, flashnorm::turns)
+FLASHNORM_EXPORT(force, flashnorm::force)
+FLASHNORM_EXPORT(turns, flashnorm::turns)

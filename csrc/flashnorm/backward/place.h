@@ -17,7 +17,7 @@ Streams streams_of(const Program& program, const Operands& operands) {
     if (dweight.inner_stride != 0 || dweight.outer_stride != 0) {
       const bool all = operands.outer() == 1 || dweight.outer_stride != 0;
       if (all && inner > 1 && dweight.inner_stride == 0) {
-        TVM_FFI_THROW(ValueError) << "rows of dweight must be the inner ones of the grid";
+        throw value_error() << "rows of dweight must be the inner ones of the grid";
       }
       if (all) {
         streams.own = true;
@@ -29,7 +29,7 @@ Streams streams_of(const Program& program, const Operands& operands) {
     }
   }
   if (Program::kDb && (streams.own || streams.weight_rows > 1)) {
-    TVM_FFI_THROW(ValueError) << "a bias goes with a weight that all rows share";
+    throw value_error() << "a bias goes with a weight that all rows share";
   }
   streams.partials = partials_of(streams.weight_rows, operands.hidden_size());
   while (1 << streams.shift < streams.partials) ++streams.shift;
@@ -53,8 +53,8 @@ void check_workspace(const Program& program, const Operands& operands, int64_t e
   const int64_t needed = streams.own ? 0
                                      : Program::kSums * streams.weight_rows * streams.partials * operands.hidden_size();
   if (elements < needed || reinterpret_cast<uintptr_t>(program.workspace) % 16 != 0) {
-    TVM_FFI_THROW(ValueError) << "the workspace must be aligned to 16 bytes and hold " << text(needed)
-                              << " elements, got " << text(elements);
+    throw value_error() << "the workspace must be aligned to 16 bytes and hold " << needed
+                              << " elements, got " << elements;
   }
 }
 

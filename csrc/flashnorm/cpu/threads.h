@@ -15,9 +15,11 @@
 #include <link.h>
 #endif
 
+#include <climits>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
-#include <string>
+#include <initializer_list>
 
 namespace flashnorm {
 namespace cpu {
@@ -53,8 +55,10 @@ struct OpenMp {
 
 #if defined(__linux__)
   struct Libraries {
-    std::string openmp, torch;
+    char openmp[PATH_MAX] = "", torch[PATH_MAX] = "";
   };
+
+  static void keep(char (&where)[PATH_MAX], const char* path) { std::snprintf(where, PATH_MAX, "%s", path); }
 
   // Paths only: nothing may be opened while the list is walked.
   static int visit(dl_phdr_info* info, size_t, void* to) {
@@ -63,9 +67,9 @@ struct OpenMp {
     const char* slash = std::strrchr(path, '/');
     const char* name = slash ? slash + 1 : path;
     for (const char* stem : {"libgomp", "libiomp5", "libomp"}) {
-      if (libraries.openmp.empty() && std::strncmp(name, stem, std::strlen(stem)) == 0) libraries.openmp = path;
+      if (libraries.openmp[0] == 0 && std::strncmp(name, stem, std::strlen(stem)) == 0) keep(libraries.openmp, path);
     }
-    if (std::strncmp(name, "libtorch_cpu.", 13) == 0) libraries.torch = path;
+    if (std::strncmp(name, "libtorch_cpu.", 13) == 0) keep(libraries.torch, path);
     return 0;
   }
 #endif
@@ -76,8 +80,8 @@ struct OpenMp {
 #if defined(__linux__)
     Libraries libraries;
     dl_iterate_phdr(visit, &libraries);
-    const auto opened = [](const std::string& path) {
-      return path.empty() ? nullptr : dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+    const auto opened = [](const char* path) {
+      return path[0] == 0 ? nullptr : dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
     };
     if (!complete) {
       void* library = opened(libraries.openmp);

@@ -34,7 +34,7 @@ inline void force_streams(int threads, int rows, int cluster, int lanes, int gro
 
 template <class Program>
 void launch_backward(const Program& program, const Operands& operands, int64_t workspace, bool enable_pdl) {
-  if (operands.device().device_type != kDLCUDA) TVM_FFI_THROW(ValueError) << "the tensors are not on a CUDA device";
+  if (operands.device().device_type != kDLCUDA) throw value_error() << "the tensors are not on a CUDA device";
   check_workspace(program, operands, workspace);
   const int device = operands.device().device_id;
   const DeviceGuard guard(device);
@@ -46,7 +46,7 @@ void launch_backward(const Program& program, const Operands& operands, int64_t w
   apart = forced_streams().apart;
 #endif
   run_backward(program, operands, facts, forced, apart, [&](auto kernel, const auto& grid, const Extent& extent) {
-    if (extent.ctas > 0x7FFFFFFFll) TVM_FFI_THROW(ValueError) << "too many rows for one launch";
+    if (extent.ctas > 0x7FFFFFFFll) throw value_error() << "too many rows for one launch";
     const LaunchShape shape{extent.ctas, dim3(extent.threads_x, extent.threads_y), extent.shared_bytes, extent.cluster,
                             enable_pdl && facts.sm >= 90};
     launch_kernel(kernel, program, grid, shape, device);
@@ -56,6 +56,5 @@ void launch_backward(const Program& program, const Operands& operands, int64_t w
 }  // namespace flashnorm
 
 #ifdef FLASHNORM_TUNING
-#include <tvm/ffi/function.h>
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(force_streams, flashnorm::force_streams)
+FLASHNORM_EXPORT(force_streams, flashnorm::force_streams)
 #endif

@@ -89,7 +89,7 @@ void run_backward(const Program& program, const Operands& operands, const Device
               done = true;
             },
             StreamTilesOf<Program>{});
-        if (!done) TVM_FFI_THROW(RuntimeError) << "no kernel for the plan of a backward";
+        if (!done) throw runtime_error() << "no kernel for the plan of a backward";
       }
     }
   }

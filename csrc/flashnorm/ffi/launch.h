@@ -30,14 +30,16 @@ inline void force_plan(int threads, int rows, int cluster, int lanes, int groups
 // threads, cluster, lanes, groups, groups that are there, threads of a CTA at most, whether a CTA may have several rows,
 // the rows of a thread, whether it is for rows that are not whole aligned groups, and which programs have it (0: all
 // but large ones, 1: heavy ones, 2: those of several sums, 3: large ones, 4: modulated ones, 5: dense ones; 6 and 7:
-// those of 2 and 4 that share much), of every tile.
-inline std::string tiles() {
-  std::string text;
+// those of 2 and 4 that share much), of every tile, one after the other: the number at a place of that list, -1 behind it.
+inline int64_t tiles(int64_t place) {
+  int64_t found = -1, at = 0;
   const auto describe = [&](auto tile, int programs) {
     const bool shifted = std::is_same_v<typename decltype(tile)::Access, Shifted>;
     const int numbers[] = {tile.kThreads, tile.kCluster,  tile.kLanes, tile.kGroups, tile.kPresent,
                            tile.kMaxCta,  tile.kManyRows, tile.kAbreast, int(shifted), programs};
-    for (const int number : numbers) text += std::to_string(number) + " ";
+    for (const int number : numbers) {
+      if (at++ == place) found = number;
+    }
   };
   for_each_tile([&](auto tile) { describe(tile, 0); }, Tiles{});
   for_each_tile([&](auto tile) { describe(tile, 1); }, HeavyTiles{});
@@ -47,13 +49,13 @@ inline std::string tiles() {
   for_each_tile([&](auto tile) { describe(tile, 4); }, ModulatedTiles{});
   for_each_tile([&](auto tile) { describe(tile, 7); }, SharingModulatedTiles{});
   for_each_tile([&](auto tile) { describe(tile, 5); }, DenseTiles{});
-  return text;
+  return found;
 }
 #endif
 
 template <class Program>
 void launch_rows(const Program& program, const Operands& operands, bool enable_pdl) {
-  if (operands.device().device_type != kDLCUDA) TVM_FFI_THROW(ValueError) << "the tensors are not on a CUDA device";
+  if (operands.device().device_type != kDLCUDA) throw value_error() << "the tensors are not on a CUDA device";
   const int64_t rows = operands.grid_rows();
   if (rows == 0) return;
   const int device = operands.device().device_id;
@@ -66,7 +68,7 @@ void launch_rows(const Program& program, const Operands& operands, bool enable_p
   const Plan plan = plan_of(program, operands, facts);
 #endif
   const RowLaunch<Program> launch = row_launch(program, operands, plan, facts);
-  if (launch.ctas > 0x7FFFFFFFll) TVM_FFI_THROW(ValueError) << text(rows) << " rows are too many for one launch";
+  if (launch.ctas > 0x7FFFFFFFll) throw value_error() << rows << " rows are too many for one launch";
 
   const bool pdl = enable_pdl && facts.sm >= 90;
   const LaunchShape shape{launch.ctas, dim3(plan.threads, plan.rows), launch.stage_bytes, plan.cluster, pdl};
@@ -76,7 +78,6 @@ void launch_rows(const Program& program, const Operands& operands, bool enable_p
 }  // namespace flashnorm
 
 #ifdef FLASHNORM_TUNING
-#include <tvm/ffi/function.h>
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(force_plan, flashnorm::force_plan)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(tiles, flashnorm::tiles)
+FLASHNORM_EXPORT(force_plan, flashnorm::force_plan)
+FLASHNORM_EXPORT(tiles, flashnorm::tiles)
 #endif

@@ -31,10 +31,10 @@ inline void force_plan(int threads, int lanes, int groups, bool staged) {
 
 template <class Program>
 void launch_qk(const Program& program, const QkOperands& operands, bool enable_pdl) {
-  if (operands.device().device_type != kDLCUDA) TVM_FFI_THROW(ValueError) << "the tensors are not on a CUDA device";
+  if (operands.device().device_type != kDLCUDA) throw value_error() << "the tensors are not on a CUDA device";
   const int64_t tokens = operands.tokens();
   if (tokens == 0) return;
-  if (tokens > 0x7FFFFFFFll) TVM_FFI_THROW(ValueError) << text(tokens) << " tokens are too many for one launch";
+  if (tokens > 0x7FFFFFFFll) throw value_error() << tokens << " tokens are too many for one launch";
   const int device = operands.device().device_id;
   const DeviceGuard guard(device);
   const DeviceFacts& facts = qk_device<Program>(device);
@@ -52,6 +52,5 @@ void launch_qk(const Program& program, const QkOperands& operands, bool enable_p
 }  // namespace flashnorm
 
 #ifdef FLASHNORM_TUNING
-#include <tvm/ffi/function.h>
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(force_plan, flashnorm::force_plan)
+FLASHNORM_EXPORT(force_plan, flashnorm::force_plan)
 #endif

@@ -4,19 +4,13 @@
 // memory safety hangs on: element types, shapes, unit stride, devices.
 #pragma once
 
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
-
 #include <cstdint>
-#include <string>
 #include <type_traits>
 
 #include "../vec.cuh"
-#include "text.h"
+#include "call.h"
 
 namespace flashnorm {
-
-using tvm::ffi::TensorView;
 
 template <int kCode, int kBits>
 struct Dtype {
@@ -53,7 +47,7 @@ class Operands {
   Operands(const TensorView* tensors, int count, int grid) : tensors_(tensors) {
     const TensorView& row = tensors[grid];
     if (row.ndim() != 2 && row.ndim() != 3) {
-      TVM_FFI_THROW(ValueError) << "operand " << text(grid) << " has " << text(row.ndim())
+      throw value_error() << "operand " << grid << " has " << row.ndim()
                                 << " dimensions, expected [M, H] or [A, B, H]";
     }
     rank_ = row.ndim() - 1;
@@ -62,14 +56,14 @@ class Operands {
     grid_rows_ = outer_ * inner_;
     const int64_t hidden_size = row.size(rank_);
     if (hidden_size < 1 || hidden_size > kMaxHiddenSize) {
-      TVM_FFI_THROW(ValueError) << "rows of " << text(hidden_size) << " elements, expected 1 to "
-                                << text(kMaxHiddenSize);
+      throw value_error() << "rows of " << hidden_size << " elements, expected 1 to "
+                                << kMaxHiddenSize;
     }
     hidden_size_ = int(hidden_size);
     for (int i = 1; i < count; ++i) {
       const DLDevice other = tensors[i].device();
       if (other.device_type != device().device_type || other.device_id != device().device_id) {
-        TVM_FFI_THROW(ValueError) << "operand " << text(i) << " is on another device than operand 0";
+        throw value_error() << "operand " << i << " is on another device than operand 0";
       }
     }
     width_ = kGroup;
@@ -188,16 +182,16 @@ class Operands {
   const TensorView& checked(int index) const {
     const DLDataType found = tensors_[index].dtype(), expected = ElementType<Element>::value;
     if (found.code != expected.code || found.bits != expected.bits || found.lanes != expected.lanes) {
-      TVM_FFI_THROW(ValueError) << "operand " << text(index) << " has element type (" << text(found.code) << ", "
-                                << text(found.bits) << "), this kernel was built for (" << text(expected.code) << ", "
-                                << text(expected.bits) << ")";
+      throw value_error() << "operand " << index << " has element type (" << found.code << ", "
+                                << found.bits << "), this kernel was built for (" << expected.code << ", "
+                                << expected.bits << ")";
     }
     return tensors_[index];
   }
 
   template <class T>
   static T* pointer(const TensorView& t) {
-    return reinterpret_cast<T*>(static_cast<char*>(t.data_ptr()) + t.byte_offset());
+    return static_cast<T*>(t.data_ptr());
   }
 
  private:
@@ -219,13 +213,12 @@ class Operands {
     }
   }
 
-  void shape_error(int index) const {
+  [[noreturn]] void shape_error(int index) const {
     const TensorView& t = tensors_[index];
-    std::string shape;
-    for (int i = 0; i < t.ndim(); ++i) shape += (i ? ", " : "") + text(t.size(i));
-    TVM_FFI_THROW(ValueError) << "operand " << text(index) << " of shape (" << shape << ") does not fit rows of "
-                              << text(hidden_size_) << " elements in a grid of " << text(outer_) << " x "
-                              << text(inner_) << ", or its last stride is not 1";
+    CallError error = value_error() << "operand " << index << " of shape (";
+    for (int i = 0; i < t.ndim(); ++i) error << (i ? ", " : "") << t.size(i);
+    throw error << ") does not fit rows of " << hidden_size_ << " elements in a grid of " << outer_ << " x " << inner_
+                << ", or its last stride is not 1";
   }
 
   const TensorView* tensors_;

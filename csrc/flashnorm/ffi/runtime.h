@@ -2,18 +2,17 @@
 #pragma once
 
 #include <cuda_runtime.h>
-#include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
+#include "call.h"
 #include "facts.h"
-#include "text.h"
 
 namespace flashnorm {
 
 inline void check(cudaError_t code, const char* what) {
   if (code == cudaSuccess) return;
   cudaGetLastError();  // not sticky: the next call must not report it again
-  TVM_FFI_THROW(RuntimeError) << what << " failed: " << cudaGetErrorName(code) << ": " << cudaGetErrorString(code);
+  throw runtime_error() << what << " failed: " << cudaGetErrorName(code) << ": " << cudaGetErrorString(code);
 }
 
 constexpr int kMaxDevices = 64;
@@ -45,7 +44,7 @@ template <class Load>
 const DeviceFacts& facts_of(int device, const Load& load) {
   // One benign race: two threads may both ask, and write the same figures. Each program has a Load of its own.
   static DeviceFacts known[kMaxDevices];
-  if (device < 0 || device >= kMaxDevices) TVM_FFI_THROW(RuntimeError) << "no room for device " << text(device);
+  if (device < 0 || device >= kMaxDevices) throw runtime_error() << "no room for device " << device;
   if (known[device].sm != 0) return known[device];
   DeviceFacts facts;
   int major = 0, minor = 0;

@@ -100,8 +100,8 @@ RowLaunch<Program> row_launch(const Program&, const Operands& operands, const Pl
     present = Tile::kPresent;
   });
   if (launch.kernel == nullptr) {
-    TVM_FFI_THROW(RuntimeError) << "no kernel for " << text(plan.threads) << " threads x " << text(plan.cluster)
-                                << " CTAs a row, " << text(plan.lanes) << " lanes a thread, " << text(plan.groups)
+    throw runtime_error() << "no kernel for " << plan.threads << " threads x " << plan.cluster
+                                << " CTAs a row, " << plan.lanes << " lanes a thread, " << plan.groups
                                 << " groups a lane";
   }
   const int together = plan.rows * plan.abreast;

@@ -4,30 +4,28 @@
 // hangs on.
 #pragma once
 
-#include <tvm/ffi/container/array.h>
-#include <tvm/ffi/function.h>
+#include <initializer_list>
 
 #include "../ffi/operands.h"
 #include "program.cuh"
 
 namespace flashnorm {
 
-// The layout that Python hands over when a kernel is bound (QkLayout.integers, QkLayout.numbers).
-inline QkLayout layout_of(const tvm::ffi::Array<int64_t>& integers, const tvm::ffi::Array<double>& numbers) {
+// The layout that Python hands over when a kernel is bound: QkLayout.integers, then QkLayout.numbers.
+inline QkLayout layout_of(const Arguments& given) {
   constexpr int kIntegers = 10;
+  const int numbers = given.count() - kIntegers;
+  if (numbers < 1) throw value_error() << kIntegers << " integers and a number at least, got " << given.count();
   QkLayout layout{};
   int at = 0;
-  const auto next = [&] { return int(integers[at++]); };
-  if (integers.size() != kIntegers) {
-    TVM_FFI_THROW(ValueError) << text(kIntegers) << " integers, got " << text(integers.size());
-  }
+  const auto next = [&] { return given.get<int>(at++); };
   for (int& n : layout.heads) n = next();
   layout.head_dim = next();
   layout.rotary_dim = next();
   for (int& n : layout.grid) n = next();
   for (int& n : layout.axis_end) n = next();
   const auto wrong = [&](bool is) {
-    if (is) TVM_FFI_THROW(ValueError) << "a layout that no kernel takes";
+    if (is) throw value_error() << "a layout that no kernel takes";
   };
   wrong(layout.head_dim < 2 || layout.head_dim > kMaxHeadDim || layout.head_dim % 2 != 0);
   wrong(layout.rotary_dim < 0 || layout.rotary_dim > layout.head_dim || layout.rotary_dim % 2 != 0);
@@ -35,10 +33,12 @@ inline QkLayout layout_of(const tvm::ffi::Array<int64_t>& integers, const tvm::f
   for (const int n : layout.heads) wrong(n < 0), width += int64_t(n) * layout.head_dim;
   for (const int n : layout.grid) wrong(n < 1), sequence *= n, wrong(sequence > 0x7FFFFFFF);
   wrong(width > kMaxHiddenSize);
-  wrong(numbers.size() != 1 && int64_t(numbers.size()) != 1 + layout.rotary_dim);
-  layout.attention = float(numbers[0]);
-  for (int p = 0; 2 * p + 1 < int64_t(numbers.size()); ++p) {
-    layout.frequency[p] = {float(numbers[2 * p + 1]), float(numbers[2 * p + 2])};
+  wrong(numbers != 1 && numbers != 1 + layout.rotary_dim);
+  const auto number = [&] { return given.get<float>(at++); };
+  layout.attention = number();
+  for (int p = 0; 2 * p + 1 < numbers; ++p) {
+    const float high = number();
+    layout.frequency[p] = {high, number()};
   }
   return layout;
 }
@@ -111,7 +111,7 @@ class QkOperands {
     whole_ = whole_ && head_stride <= (0x7FFFFFFF - kMaxHeadDim) / (heads > 1 ? heads : 1);
   }
   void refuse(int index) const {
-    TVM_FFI_THROW(ValueError) << "operand " << text(index) << " does not fit the layout that the kernel was bound with";
+    throw value_error() << "operand " << index << " does not fit the layout that the kernel was bound with";
   }
 
   const TensorView* tensors_;

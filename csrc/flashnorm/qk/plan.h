@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../ffi/facts.h"
-#include "../ffi/text.h"
 #include "../qk_norm_rope.cuh"
 #include "operands.h"
 
@@ -113,7 +112,7 @@ QkLaunch<Program> qk_launch(const QkPlan& plan, const QkLayout& layout) {
   });
   const bool few = plan.threads * plan.lanes < kMaxLanes && plan.threads * plan.lanes < lanes_of(widest(layout));
   if (launch.kernel == nullptr || (few && Program::Options::kScope == Scope::kHidden)) {
-    TVM_FFI_THROW(RuntimeError) << "no kernel for " << text(plan.threads) << " threads, " << text(plan.lanes)
+    throw runtime_error() << "no kernel for " << plan.threads << " threads, " << plan.lanes
                                 << " lanes a thread";
   }
   launch.shared_bytes = table_bytes(layout);
