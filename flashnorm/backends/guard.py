@@ -18,7 +18,8 @@ from flashnorm.jit.env import BuildError, JitError, Missing
 from flashnorm.jit.spec import ArtifactSpec, source_hash
 from flashnorm.jit.toolchain import find_host_compiler, find_tvm_ffi, link_flags, tvm_ffi_version
 
-SOURCE = Path(__file__).resolve().parent.parent / "csrc" / "flashnorm" / "ffi" / "guard.cpp"
+_FOLDER = Path(__file__).resolve().parent.parent / "csrc" / "flashnorm" / "ffi"
+SOURCES = (_FOLDER / "guard.cpp", _FOLDER / "call.h")
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden")
 
 
@@ -38,11 +39,11 @@ def spec() -> ArtifactSpec:
         assert cxx and ffi
         includes = [f"-isystem{path}" for path in ffi.include_dirs]
         link = ninja.Link(command=(*cxx.command, *link_flags()), libraries=(f"-L{ffi.lib_dir}", "-ltvm_ffi"))
-        ninja.build(folder, [ninja.Unit(str(SOURCE), (*cxx.command, *FLAGS, *includes), "kernel.o")], link)
+        ninja.build(folder, [ninja.Unit(str(SOURCES[0]), (*cxx.command, *FLAGS, *includes), "kernel.o")], link)
 
     return ArtifactSpec(
         name="guard",
-        key={"sources": source_hash(SOURCE), "tvm_ffi": tvm_ffi_version()},
+        key={"sources": source_hash(*SOURCES), "tvm_ffi": tvm_ffi_version()},
         builder=build_in,
         toolchain=_toolchain,
         how_to_get="flashnorm precompile --arch host",

@@ -52,21 +52,24 @@ def _in_cpp(op: Op, made: Plan, tensors: Tensors, scalars: Sequence[float], give
     if make is None:
         return None
     by_position = {view.position: view for view in made.views}
-    flags, views = [], []
+    fixed = _fixed(made, scalars)
+    words: list[Any] = [made.kernel, len(op.scalars) + 1, len(made.leading), *made.leading]
+    words += [len(fixed), *(word for pair in fixed for word in pair), len(op.operands)]
     for i, operand in enumerate(op.operands):
-        view = by_position.get(i)
-        flags.append([operand.written, operand.kind in WIDE, _alias(op, i, tensors)])
-        views.append(_taken(view, tensors[i], given[i]))
-    fixed = [list(pair) for pair in _fixed(made, scalars)]
-    return make(made.kernel, len(op.scalars) + 1, list(made.leading), fixed, flags, views, *given)
+        words.append(given[i])
+        if given[i] is not None:
+            words += [operand.written, operand.kind in WIDE, _alias(op, i, tensors)]
+            words += _taken(by_position.get(i), tensors[i], given[i])
+    return make(*words)
 
 
-def _taken(view: View | None, tensor: torch.Tensor | None, given: torch.Tensor | None) -> list[Any] | None:
-    """What the kernel takes of an operand, where that is not what is given: size, strides, bytes, dtype."""
+def _taken(view: View | None, tensor: torch.Tensor | None, given: torch.Tensor | None) -> list[Any]:
+    """What the kernel takes in place of what is given: rank, size, strides, as bytes, dtype; -1 where it takes that."""
     if view is None or tensor is None or (view.size is None and tensor is given):
-        return None
-    size, stride = (view.size, view.stride) if view.size is not None else (tuple(tensor.shape), tensor.stride())
-    return [size, stride, view.raw, None if tensor is given else tensor]
+        return [-1]
+    size = tuple(tensor.shape) if view.size is None else view.size
+    stride = tensor.stride() if view.stride is None else view.stride
+    return [len(size), *size, *stride, view.raw, None if tensor is given else tensor]
 
 
 def _alias(op: Op, i: int, tensors: Tensors) -> int:

@@ -2,26 +2,16 @@
 //
 // Python has its own guard (flashnorm/core/guard.py); this one does the same where a host compiler is, for a
 // tenth of the time, and hands the kernel its normalised views without making tensors of them.
-#include <tvm/ffi/container/array.h>
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
-#include <tvm/ffi/function.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
+#include "call.h"
+
 namespace {
 
-using tvm::ffi::Any;
-using tvm::ffi::AnyView;
-using tvm::ffi::Array;
-using tvm::ffi::Function;
-using tvm::ffi::PackedArgs;
-using tvm::ffi::TensorView;
+using namespace flashnorm;
 
 constexpr int kMaxArguments = 24;
 
@@ -55,53 +45,86 @@ struct Operand {
   }
 };
 
+// A reference to a function of TVM-FFI's.
+class Function {
+ public:
+  explicit Function(const TVMFFIAny& any) : handle_(any.v_obj) {
+    if (any.type_index != kTVMFFIFunction) throw type_error() << "the first argument has to be a function";
+    TVMFFIObjectIncRef(handle_);
+  }
+  Function(const Function& other) : handle_(other.handle_) { TVMFFIObjectIncRef(handle_); }
+  Function& operator=(const Function&) = delete;
+  ~Function() { TVMFFIObjectDecRef(handle_); }
+
+  void operator()(TVMFFIAny* arguments, int count) const {
+    TVMFFIAny result{};
+    if (TVMFFIFunctionCall(handle_, arguments, count, &result) != 0) throw Raised{};
+    if (result.type_index >= kTVMFFIStaticObjectBegin) TVMFFIObjectDecRef(result.v_obj);
+  }
+
+ private:
+  TVMFFIObjectHandle handle_;
+};
+
+// Where two operands cross although they share no byte.
+struct Crossing {
+  bool is = false;
+  intptr_t distance = 0;
+};
+
 struct Guard {
   Function launch;
   int leading;  // arguments before the operands
-  std::vector<int64_t> kept;  // those of them that the kernel takes
-  std::vector<std::pair<int64_t, double>> fixed;  // numbers that it does not take, and what they must be
+  std::vector<int> kept;  // those of them that the kernel takes
+  std::vector<std::pair<int, double>> fixed;  // numbers that it does not take, and what they must be
   std::vector<Operand> operands;
   // Distances of pairs whose byte ranges cross although they share no byte: slices of one buffer, side by side.
   // Whoever makes a guard has checked that exactly.
-  std::vector<std::optional<intptr_t>> known;
+  std::vector<Crossing> known;
+
+  void operator()(const Arguments& given, TVMFFIAny* result) const {
+    *result = {};
+    result->v_int64 = launched(given);
+    result->type_index = kTVMFFIBool;
+  }
 
   // Launches and says true, or finds a difference and says false.
-  bool operator()(PackedArgs args) const {
+  bool launched(const Arguments& given) const {
     const int count = int(operands.size());
-    if (args.size() != leading + count) return false;
+    if (given.count() != leading + count) return false;
     for (const auto& [i, value] : fixed) {
-      if (args[int(i)].cast<double>() != value) return false;
+      if (given.get<double>(i) != value) return false;
     }
     DLTensor tensors[kMaxArguments];
-    AnyView passed[kMaxArguments];
+    TVMFFIAny passed[kMaxArguments];
     uintptr_t first[kMaxArguments];
     int n = 0;
-    for (const int64_t i : kept) passed[n++] = args[int(i)];
+    for (const int i : kept) passed[n++] = given[i];
     for (int i = 0; i < count; ++i) {
       const Operand& expected = operands[i];
-      const AnyView& given = args[leading + i];
-      if (given == nullptr) {
+      if (given.is_none(leading + i)) {
         if (expected.present) return false;
         continue;
       }
-      const std::optional<DLTensor*> tensor = given.try_cast<DLTensor*>();
-      if (!expected.present || !tensor || !expected.matches(**tensor)) return false;
-      first[i] = address_of(**tensor);
+      const DLTensor* tensor = given.tensor(leading + i);
+      if (!expected.present || !tensor || !expected.matches(*tensor)) return false;
+      first[i] = address_of(*tensor);
       if (first[i] == 0 || (first[i] & expected.low_mask) != expected.low) return false;
       // Sizes and strides are the guard's own: whoever gave the tensor may change it while the kernel is launched.
       const bool viewed = expected.viewed;
       const std::vector<int64_t>&shape = viewed ? expected.view_shape : expected.shape,
                                 &strides = viewed ? expected.view_strides : expected.strides;
-      tensors[i] = **tensor;
+      tensors[i] = *tensor;
       tensors[i].ndim = int(shape.size());
       tensors[i].shape = const_cast<int64_t*>(shape.data());
       tensors[i].strides = const_cast<int64_t*>(strides.data());
       if (viewed) tensors[i].dtype = expected.view_dtype;
-      passed[n++] = &tensors[i];
+      passed[n] = {};
+      passed[n].type_index = kTVMFFIDLTensorPtr;
+      passed[n++].v_ptr = &tensors[i];
     }
     if (overlap(first)) return false;
-    Any ignored;
-    launch.CallPacked(passed, n, &ignored);
+    launch(passed, n);
     return true;
   }
 
@@ -120,14 +143,13 @@ struct Guard {
         if (j == i || !b.present || (b.written && j < i)) continue;
         if (!crosses(i, j, first)) continue;
         const bool same = first[i] == first[j] && (a.alias == j || b.alias == i);
-        if (!same && known[i * count + j] != intptr_t(first[i] - first[j])) return true;
+        const Crossing& crossing = known[i * count + j];
+        if (!same && !(crossing.is && crossing.distance == intptr_t(first[i] - first[j]))) return true;
       }
     }
     return false;
   }
 };
-
-std::vector<int64_t> integers(const Array<int64_t>& list) { return {list.begin(), list.end()}; }
 
 // Bytes from the first element to the end of the last.
 int64_t extent(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides, DLDataType dtype) {
@@ -136,69 +158,99 @@ int64_t extent(const std::vector<int64_t>& shape, const std::vector<int64_t>& st
   return (last + 1) * ((int64_t(dtype.bits) * dtype.lanes + 7) / 8);
 }
 
-// guard(launch, leading, kept, fixed, flags, views, *tensors) -> callable(*leading, *tensors) -> bool
-//   kept: which of the leading arguments are handed on
-//   fixed: [which, value] of those that are numbers and are not
-//   flags: for each tensor [written, aligned, operand it may be or -1]
-//   views: for each tensor None, or [shape, strides, whether as bytes, a tensor of its dtype or None] that the kernel takes
-void make_guard(PackedArgs args, Any* result) {
-  Guard guard{args[0].cast<Function>(), args[1].cast<int>(), integers(args[2].cast<Array<int64_t>>()), {}, {}, {}};
-  for (const auto& one : args[3].cast<Array<Array<Any>>>()) {
-    guard.fixed.emplace_back(one[0].cast<int64_t>(), one[1].cast<double>());
+// Arguments, one after the other.
+class Reader {
+ public:
+  explicit Reader(const Arguments& given) : given_(given) {}
+
+  template <class T>
+  T next() {
+    return given_.get<T>(step());
   }
-  const auto flags = args[4].cast<Array<Array<int64_t>>>();
-  const auto views = args[5].cast<Array<Any>>();
-  constexpr int kOwn = 6;
-  const int count = args.size() - kOwn;
-  if (guard.leading + count > kMaxArguments) {
-    TVM_FFI_THROW(ValueError) << "more than " << std::to_string(kMaxArguments) << " arguments";
+  // A tensor, or null for None.
+  const DLTensor* tensor() {
+    const int i = step();
+    if (given_.is_none(i)) return nullptr;
+    given_.get<TensorView>(i);  // raises where it is none
+    return given_.tensor(i);
+  }
+  const TVMFFIAny& any() { return given_[step()]; }
+  template <class T>
+  std::vector<T> several(int count) {
+    std::vector<T> found(count);
+    for (T& each : found) each = next<T>();
+    return found;
+  }
+
+ private:
+  int step() {
+    if (at_ == given_.count()) throw type_error() << "more than " << at_ << " arguments are needed";
+    return at_++;
+  }
+
+  const Arguments& given_;
+  int at_ = 0;
+};
+
+// An operand: None, or a tensor, written, aligned, the operand that it may be or -1, and -1 or a view that the kernel
+// takes in its place: rank, shape, strides, whether as bytes, and a tensor of its dtype or None.
+Operand operand_of(Reader& reader, uintptr_t& first) {
+  Operand operand;
+  const DLTensor* t = reader.tensor();
+  if (t == nullptr) return operand;
+  operand.present = true;
+  operand.written = reader.next<bool>();
+  operand.low_mask = reader.next<bool>() ? 15 : 0;
+  operand.alias = reader.next<int>();
+  operand.device = t->device;
+  operand.dtype = t->dtype;
+  operand.shape.assign(t->shape, t->shape + t->ndim);
+  operand.strides.assign(t->strides, t->strides + t->ndim);
+  operand.bytes = extent(operand.shape, operand.strides, t->dtype);
+  first = address_of(*t);
+  operand.low = first & operand.low_mask;
+  const int rank = reader.next<int>();
+  if (rank < 0) return operand;
+  operand.viewed = true;
+  operand.view_shape = reader.several<int64_t>(rank);
+  operand.view_strides = reader.several<int64_t>(rank);
+  const bool as_bytes = reader.next<bool>();
+  const DLTensor* like = reader.tensor();
+  operand.view_dtype = like ? like->dtype : t->dtype;
+  // A view of blocks reaches into their padding.
+  operand.bytes = std::max(operand.bytes, extent(operand.view_shape, operand.view_strides, operand.view_dtype));
+  if (as_bytes) operand.view_dtype = DLDataType{kDLUInt, 8, 1};
+  return operand;
+}
+
+// guard(launch, leading, count, kept ..., count, (which, value) ..., count, operands ...)
+//     -> callable(*leading, *tensors) -> bool
+//   kept: which of the leading arguments are handed on
+//   which, value: of those that are numbers and are not
+void make_guard(const Arguments& given, TVMFFIAny* result) {
+  Reader reader(given);
+  Guard guard{Function(reader.any()), reader.next<int>(), {}, {}, {}, {}};
+  guard.kept = reader.several<int>(reader.next<int>());
+  for (int left = reader.next<int>(); left > 0; --left) {
+    const int which = reader.next<int>();
+    guard.fixed.emplace_back(which, reader.next<double>());
+  }
+  const int count = reader.next<int>();
+  if (count < 0 || guard.leading + count > kMaxArguments) {
+    throw value_error() << "more than " << kMaxArguments << " arguments";
   }
   uintptr_t first[kMaxArguments] = {};
-  for (int i = 0; i < count; ++i) {
-    Operand operand;
-    if (args[kOwn + i] != nullptr) {
-      const DLTensor& t = *args[kOwn + i].cast<DLTensor*>();
-      operand.present = true;
-      operand.written = flags[i][0] != 0;
-      operand.alias = int(flags[i][2]);
-      operand.device = t.device;
-      operand.dtype = t.dtype;
-      operand.shape.assign(t.shape, t.shape + t.ndim);
-      operand.strides.assign(t.strides, t.strides + t.ndim);
-      operand.bytes = extent(operand.shape, operand.strides, t.dtype);
-      first[i] = address_of(t);
-      operand.low_mask = flags[i][1] != 0 ? 15 : 0;
-      operand.low = first[i] & operand.low_mask;
-      if (views[i] != nullptr) {
-        const auto view = views[i].cast<Array<Any>>();
-        operand.viewed = true;
-        operand.view_shape = integers(view[0].cast<Array<int64_t>>());
-        operand.view_strides = integers(view[1].cast<Array<int64_t>>());
-        operand.view_dtype = view[3] == nullptr ? t.dtype : view[3].cast<DLTensor*>()->dtype;
-        // A view of blocks reaches into their padding.
-        const int64_t reach = extent(operand.view_shape, operand.view_strides, operand.view_dtype);
-        operand.bytes = std::max(operand.bytes, reach);
-        if (view[2].cast<bool>()) operand.view_dtype = DLDataType{kDLUInt, 8, 1};
-      }
-    }
-    guard.operands.push_back(std::move(operand));
-  }
+  for (int i = 0; i < count; ++i) guard.operands.push_back(operand_of(reader, first[i]));
   guard.known.resize(count * count);
   for (int i = 0; i < count; ++i) {
     for (int j = 0; j < count; ++j) {
       const bool both = guard.operands[i].present && guard.operands[j].present;
-      if (both && guard.crosses(i, j, first)) guard.known[i * count + j] = intptr_t(first[i] - first[j]);
+      if (both && guard.crosses(i, j, first)) guard.known[i * count + j] = {true, intptr_t(first[i] - first[j])};
     }
   }
-  *result = Function::FromPacked(
-      [guard = std::move(guard)](PackedArgs call, Any* out) { *out = guard(call); });
+  give_function(std::move(guard), result);
 }
 
 }  // namespace
 
-// The packed form of TVM-FFI's export: how many tensors follow depends on the operator.
-extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_launch(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
-  TVM_FFI_SAFE_CALL_BEGIN();
-  make_guard(PackedArgs(reinterpret_cast<const AnyView*>(args), count), reinterpret_cast<Any*>(result));
-  TVM_FFI_SAFE_CALL_END();
-}
+FLASHNORM_EXPORT_AS(launch, make_guard(given, result))
