@@ -52,7 +52,7 @@ def spec() -> ArtifactSpec:
 
 @functools.cache
 def load() -> Callable[..., Any] | None:
-    """`guard(launch, leading, flags, views, *tensors)`, or None where there is no compiler for it."""
+    """What makes guards, as `make_guard` of guard.cpp says; or None where there is no compiler for it."""
     try:
         return spec().build_and_load()
     except JitError as error:

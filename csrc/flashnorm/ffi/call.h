@@ -106,13 +106,27 @@ class Arguments {
     } else {
       static_assert(std::is_integral_v<T>);
       if (!whole) throw wrong(i, "an integer");
-      return static_cast<T>(any.v_int64);
+      const T value = static_cast<T>(any.v_int64);
+      if (!std::is_same_v<T, bool> && int64_t(value) != any.v_int64) {
+        throw value_error() << "argument " << i << " is out of range, got " << any.v_int64;
+      }
+      return value;
     }
   }
 
  private:
   CallError wrong(int i, const char* expected) const {
-    return type_error() << "argument " << i << " has to be " << expected << ", got TVM-FFI's type " << all_[i].type_index;
+    CallError error = type_error() << "argument " << i << " has to be " << expected << ", got ";
+    const int type = all_[i].type_index;
+    switch (type) {
+      case kTVMFFINone: return error << "None";
+      case kTVMFFIInt: return error << "an integer";
+      case kTVMFFIBool: return error << "a truth value";
+      case kTVMFFIFloat: return error << "a number";
+      case kTVMFFIDLTensorPtr:
+      case kTVMFFITensor: return error << "a tensor";
+      default: return error << "an object of TVM-FFI's type " << type;
+    }
   }
 
   const TVMFFIAny* all_;

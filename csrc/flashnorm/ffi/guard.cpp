@@ -38,6 +38,7 @@ struct Operand {
         t.dtype.lanes != dtype.lanes) {
       return false;
     }
+    if (t.strides == nullptr && t.ndim > 0) return false;
     for (size_t i = 0; i < shape.size(); ++i) {
       if (t.shape[i] != shape[i] || (shape[i] != 1 && t.strides[i] != strides[i])) return false;
     }
@@ -175,8 +176,12 @@ class Reader {
     return given_.tensor(i);
   }
   const TVMFFIAny& any() { return given_[step()]; }
+  void end() const {
+    if (at_ != given_.count()) throw type_error() << "expected " << at_ << " arguments, got " << given_.count();
+  }
   template <class T>
   std::vector<T> several(int count) {
+    if (count < 0) throw value_error() << "a count is negative, got " << count;
     std::vector<T> found(count);
     for (T& each : found) each = next<T>();
     return found;
@@ -241,6 +246,7 @@ void make_guard(const Arguments& given, TVMFFIAny* result) {
   }
   uintptr_t first[kMaxArguments] = {};
   for (int i = 0; i < count; ++i) guard.operands.push_back(operand_of(reader, first[i]));
+  reader.end();
   guard.known.resize(count * count);
   for (int i = 0; i < count; ++i) {
     for (int j = 0; j < count; ++j) {
