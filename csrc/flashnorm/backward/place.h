@@ -54,7 +54,7 @@ void check_workspace(const Program& program, const Operands& operands, int64_t e
                                      : Program::kSums * streams.weight_rows * streams.partials * operands.hidden_size();
   if (elements < needed || reinterpret_cast<uintptr_t>(program.workspace) % 16 != 0) {
     throw value_error() << "the workspace must be aligned to 16 bytes and hold " << needed
-                              << " elements, got " << elements;
+                        << " elements, got " << elements;
   }
 }
 

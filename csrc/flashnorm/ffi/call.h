@@ -36,8 +36,8 @@ class CallError {
  private:
   template <class T>
   void append(const char* format, T part) {
-    const int added = std::snprintf(message_ + used_, sizeof(message_) - used_, format, part);
-    used_ += added < int(sizeof(message_)) - 1 - used_ ? added : int(sizeof(message_)) - 1 - used_;
+    const int room = int(sizeof(message_)) - used_, added = std::snprintf(message_ + used_, room, format, part);
+    used_ += added < room ? added : room - 1;
   }
 
   const char* kind_;

@@ -48,7 +48,7 @@ class Operands {
     const TensorView& row = tensors[grid];
     if (row.ndim() != 2 && row.ndim() != 3) {
       throw value_error() << "operand " << grid << " has " << row.ndim()
-                                << " dimensions, expected [M, H] or [A, B, H]";
+                          << " dimensions, expected [M, H] or [A, B, H]";
     }
     rank_ = row.ndim() - 1;
     outer_ = rank_ == 2 ? row.size(0) : 1;
@@ -57,7 +57,7 @@ class Operands {
     const int64_t hidden_size = row.size(rank_);
     if (hidden_size < 1 || hidden_size > kMaxHiddenSize) {
       throw value_error() << "rows of " << hidden_size << " elements, expected 1 to "
-                                << kMaxHiddenSize;
+                          << kMaxHiddenSize;
     }
     hidden_size_ = int(hidden_size);
     for (int i = 1; i < count; ++i) {
@@ -183,8 +183,8 @@ class Operands {
     const DLDataType found = tensors_[index].dtype(), expected = ElementType<Element>::value;
     if (found.code != expected.code || found.bits != expected.bits || found.lanes != expected.lanes) {
       throw value_error() << "operand " << index << " has element type (" << found.code << ", "
-                                << found.bits << "), this kernel was built for (" << expected.code << ", "
-                                << expected.bits << ")";
+                          << found.bits << "), this kernel was built for (" << expected.code << ", "
+                          << expected.bits << ")";
     }
     return tensors_[index];
   }

@@ -101,8 +101,8 @@ RowLaunch<Program> row_launch(const Program&, const Operands& operands, const Pl
   });
   if (launch.kernel == nullptr) {
     throw runtime_error() << "no kernel for " << plan.threads << " threads x " << plan.cluster
-                                << " CTAs a row, " << plan.lanes << " lanes a thread, " << plan.groups
-                                << " groups a lane";
+                          << " CTAs a row, " << plan.lanes << " lanes a thread, " << plan.groups
+                          << " groups a lane";
   }
   const int together = plan.rows * plan.abreast;
   launch.ctas = (operands.grid_rows() + together - 1) / together * plan.cluster;

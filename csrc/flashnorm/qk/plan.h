@@ -113,7 +113,7 @@ QkLaunch<Program> qk_launch(const QkPlan& plan, const QkLayout& layout) {
   const bool few = plan.threads * plan.lanes < kMaxLanes && plan.threads * plan.lanes < lanes_of(widest(layout));
   if (launch.kernel == nullptr || (few && Program::Options::kScope == Scope::kHidden)) {
     throw runtime_error() << "no kernel for " << plan.threads << " threads, " << plan.lanes
-                                << " lanes a thread";
+                          << " lanes a thread";
   }
   launch.shared_bytes = table_bytes(layout);
   if (plan.staged) launch.shared_bytes += layout.start(kV) * int(sizeof(typename Program::X));
