@@ -142,7 +142,16 @@ def cxx_flags(compiler: HostCompiler, cpu: Cpu) -> tuple[str, ...]:
     There is no OpenMP in it: the code looks torch's own thread pool up when it runs (csrc/flashnorm/cpu/threads.h).
     """
     native = "-mcpu=native" if cpu.machine in ("aarch64", "arm64") else "-march=native"
-    flags = ["-std=c++17", "-O3", native, "-fPIC", "-ffp-contract=off", "-fno-math-errno", *_HIDDEN]
+    flags = [
+        "-std=c++17",
+        "-O3",
+        native,
+        "-fPIC",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        *_HIDDEN,
+    ]
     if compiler.kind == "gcc":
         flags += ["-fno-gnu-unique"]
     return tuple(flags)

@@ -7,10 +7,6 @@
 
 #include "types.cuh"
 
-#if defined(__F16C__) && !defined(__CUDACC__)
-#include <immintrin.h>
-#endif
-
 namespace flashnorm {
 
 namespace soft {
@@ -54,7 +50,7 @@ FN_HOST_DEVICE void widen(float (&v)[N], const Pack<float, N>& pack) {
   FN_UNROLL
   for (int i = 0; i < N; ++i) v[i] = float_of(pack.words[i]);
 #else
-  std::memcpy(v, pack.words, sizeof(v));
+  copy<sizeof(v)>(v, pack.words);
 #endif
 }
 
@@ -64,7 +60,7 @@ FN_HOST_DEVICE void narrow(Pack<float, N>& pack, const float (&v)[N]) {
   FN_UNROLL
   for (int i = 0; i < N; ++i) pack.words[i] = bits_of(v[i]);
 #else
-  std::memcpy(pack.words, v, sizeof(v));
+  copy<sizeof(v)>(pack.words, v);
 #endif
 }
 
@@ -115,17 +111,6 @@ FN_HOST_DEVICE void widen(float (&v)[N], const Pack<f16, N>& pack) {
         : "=f"(v[2 * i]), "=f"(v[2 * i + 1])
         : "r"(pack.words[i]));
   }
-#elif defined(__F16C__) && !defined(__CUDACC__)
-  if constexpr (N % 8 == 0) {
-    for (int i = 0; i < N / 8; ++i) {
-      const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(pack.words) + i);
-      _mm256_storeu_ps(v + 8 * i, _mm256_cvtph_ps(half));
-    }
-  } else {
-    uint16_t bits[N];
-    std::memcpy(bits, pack.words, sizeof(bits));
-    for (int i = 0; i < N; ++i) v[i] = soft::widen_f16(bits[i]);
-  }
 #else
   uint16_t bits[N];
   std::memcpy(bits, pack.words, sizeof(bits));
@@ -146,17 +131,6 @@ FN_HOST_DEVICE void narrow(Pack<f16, N>& pack, const float (&v)[N]) {
         : "=r"(pack.words[i])
         : "f"(v[2 * i]), "f"(v[2 * i + 1]));
 #endif
-  }
-#elif defined(__F16C__) && !defined(__CUDACC__)
-  if constexpr (N % 8 == 0) {
-    for (int i = 0; i < N / 8; ++i) {
-      const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(v + 8 * i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(pack.words) + i, half);
-    }
-  } else {
-    uint16_t bits[N];
-    for (int i = 0; i < N; ++i) bits[i] = uint16_t(soft::narrow_f16(v[i]));
-    std::memcpy(pack.words, bits, sizeof(bits));
   }
 #else
   uint16_t bits[N];

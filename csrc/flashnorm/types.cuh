@@ -63,6 +63,22 @@ struct alignas(N * sizeof(T) >= 16 ? 16 : (N * sizeof(T) + 3) / 4 * 4) Pack {
   uint32_t words[kWords];
 };
 
+// Copies of whole vectors on a host: GCC moves what std::memcpy is asked for 16 bytes at a time on some processors,
+// and a vector that is loaded from two such stores waits for both to reach the cache.
+template <int kBytes>
+FN_HOST_DEVICE void copy(void* to, const void* from) {
+#if defined(__CUDACC__)
+  std::memcpy(to, from, kBytes);
+#else
+  if constexpr (kBytes == 32 || kBytes == 64) {
+    typedef char Vector __attribute__((vector_size(kBytes), aligned(1), may_alias));
+    *static_cast<Vector*>(to) = *static_cast<const Vector*>(from);
+  } else {
+    std::memcpy(to, from, kBytes);
+  }
+#endif
+}
+
 FN_HOST_DEVICE float float_of(uint32_t bits) {
 #if FN_DEVICE_CODE
   return __uint_as_float(bits);

@@ -7,10 +7,7 @@
 #pragma once
 
 #include "../types.cuh"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "x86.h"
 
 // Stages loop over the elements of a step, which is one vector: such a loop has to be vectorised, not
 // unrolled into scalars. (FN_UNROLL asks the device compiler for the opposite.)
@@ -75,7 +72,7 @@ FN_HOST_DEVICE void store(T* to, const Pack<T, N>& pack, cpu::Stream) {
     }
   }
 #endif
-  std::memcpy(to, pack.words, Pack<T, N>::kBytes);
+  copy<Pack<T, N>::kBytes>(to, pack.words);
 }
 
 }  // namespace detail

@@ -76,6 +76,17 @@ FN_HOST_DEVICE void narrow(Pack<bf16, 8>& pack, const float (&from)[8]) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(pack.words), _mm_packus_epi32(low, high));
 }
 
+#if defined(__F16C__)
+FN_HOST_DEVICE void widen(float (&v)[8], const Pack<f16, 8>& pack) {
+  _mm256_storeu_ps(v, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(pack.words))));
+}
+
+FN_HOST_DEVICE void narrow(Pack<f16, 8>& pack, const float (&v)[8]) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(pack.words), _mm256_cvtps_ph(_mm256_loadu_ps(v), kNearest));
+}
+#endif
+
 #elif FN_CPU_WIDTH == 4 && defined(__aarch64__)
 FN_HOST_DEVICE void widen(float (&v)[8], const Pack<bf16, 8>& pack) {
   const uint16x8_t bits = vreinterpretq_u16_u32(vld1q_u32(pack.words));

@@ -6,9 +6,7 @@
 
 #include <cstdint>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "x86.h"
 
 namespace flashnorm {
 namespace cpu {

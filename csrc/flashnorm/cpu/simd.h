@@ -6,10 +6,9 @@
 #pragma once
 
 #include "../types.cuh"
+#include "x86.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
+#if defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
 
@@ -39,11 +38,11 @@ FN_HOST_DEVICE V splat(float x) { return x - V{}; }  // not V{} + x, which makes
 
 FN_HOST_DEVICE V load(const float* from) {
   V v;
-  std::memcpy(&v, from, sizeof(v));
+  copy<sizeof(v)>(&v, from);
   return v;
 }
 
-FN_HOST_DEVICE void store(float* to, V v) { std::memcpy(to, &v, sizeof(v)); }
+FN_HOST_DEVICE void store(float* to, V v) { copy<sizeof(v)>(to, &v); }
 
 // a * b + c, rounded once.
 FN_HOST_DEVICE V fma(V a, V b, V c) {
