@@ -1,9 +1,11 @@
 """Launch plans of the CuTe route: their invariants."""
 
+import functools
 import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from flashnorm.kernels import plans
 from flashnorm.kernels import tile as tiles
@@ -22,28 +24,35 @@ from flashnorm.program import (
     Silu,
     Variant,
 )
+from flashnorm.verify import cases
+from flashnorm.verify.builds import variant_of
 
 pytestmark = pytest.mark.cpu_only
 
-HIDDEN = (1, 3, 7, 8, 9, 64, 100, 128, 257, 576, 1000, 2048, 4096, 4097, 5120, 7168, 8192, 12288, 16384)
+HIDDEN = (1, 3, 7, 8, 9, 33, 64, 77, 100, 128, 257, 576, 1000, 2048, 4096, 4097, 5120, 7168, 8192, 12288, 16384)
 WIDE = (20480, 32768, 40000, 65536, 65537, 131072, 200001, 262144)
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
 
 
 # ------------------------------------------------------------------ plans
+@functools.cache
+def asked():
+    """What the operators' programs ask for, in every combination of dtypes and options that they take."""
+    cute = [op for op in cases.operators().values() if "cute" in op.routes]
+    return {needs_of(variant_of(op, case, torch.device("cpu"))) for op in cute for case in cases.cases_of(op)}
+
+
+def test_programs_ask_for_much():
+    """The combinations are there: one operand or two of 1 to 4 bytes, up to 8 bytes held, every kind of block."""
+    assert {needs.loaded for needs in asked()} == {(1,), (2,), (4,), (2, 2), (2, 4), (4, 4)}
+    assert {needs.held for needs in asked()} == {2, 4, 6, 8} and {needs.least for needs in asked()} == {0, 1, 2, 4, 16}
+
+
 @pytest.mark.parametrize("hidden_size", HIDDEN + WIDE)
 @pytest.mark.parametrize("vec", (8, 4, 2, 1))
 def test_plans_are_legal_everywhere(hidden_size, vec):
     """Every plan is a valid tile within its architecture's shared memory, and plans cover every M in order."""
-    rows = (((2,), 2), ((4,), 4), ((2, 2), 4), ((4, 4), 4), ((2, 4), 2), ((2, 2), 2), ((1,), 1))
-    more = (
-        Needs((2,), 2, vectors=2, exchanges=3, heavy=True),
-        Needs((4, 4), 4, vectors=2, exchanges=4, heavy=True),
-        Needs((2,), 2, 0, exchanges=2, heavy=True, narrow=True),
-        Needs((2, 2), 4, exchanges=1, heavy=True, narrow=True, least=16),
-        Needs((2,), 2, vectors=2, exchanges=3, heavy=True, narrow=True, least=16),
-    )
-    for needs in (*(Needs(loaded, held) for loaded, held in rows), *more):
+    for needs in asked():
         for arch in ARCHS:
             sm = tiles.sm_of(arch)
             chosen = plans.plans(hidden_size, vec, needs, sm)

@@ -92,6 +92,20 @@ def test_kernels_of_the_dsl_are_built_beside(monkeypatch: pytest.MonkeyPatch, tm
     assert len(asked) == 2
 
 
+def test_a_kernel_without_a_plan_is_not_built_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be named cannot be built either: verify goes on, and the operator's own line says why."""
+
+    def artifact(route, variant, arch):
+        raise ValueError("no plan")
+
+    monkeypatch.setattr(verify.builds.backends, "artifact", artifact)
+    monkeypatch.setattr(verify.builds.devices, "facts", lambda _: devices.DeviceFacts("cuda", (9, 0)))
+    monkeypatch.setattr(verify.builds.subprocess, "Popen", lambda *_, **__: pytest.fail("nothing to build"))
+    todo = [(op, cases.USUAL, cases.QUICK_SHAPES) for op in ALL.values() if "cute" in op.routes][:4]
+    with verify.builds.Builds("cute", todo, [], CPU) as ahead:
+        assert sorted(ahead.in_turn()) == [0, 1, 2, 3]
+
+
 def alive(group: int) -> list[str]:
     """Processes of a group that have not ended; whose parent has not asked how is in /proc all the same."""
     found = []

@@ -310,8 +310,8 @@ def pick(hidden_size: int, vec: int, needs: Needs, sm: int, rows: int) -> RowTil
         ahead = shape.ahead and abreast > 1
         return replace(tile, early_weights=early, batch=batch, turns=turns, abreast=abreast, ahead=ahead)
     early = shape.shared and tile.early_weights and _weights_fit(tile, 0, vectors)
-    one_row = replace(tile, num_threads=threads, streaming=False)
-    tile = replace(tile if shape.shared else one_row, early_weights=early, streaming=False)
+    one_row = not shape.shared and threads >= WARP
+    tile = replace(tile, num_threads=threads if one_row else cta, early_weights=early, streaming=False)
     asked = shape.batch if shape.shared and shape.batch * vectors <= 8 else 0
     tile = replace(tile, batch=asked or _batch(tile, 0, vectors))
     if vec * min(loaded) >= LEAST_COPY:

@@ -26,7 +26,7 @@ from flashnorm.core import device as devices
 from flashnorm.core import plan
 from flashnorm.core.op import Op
 from flashnorm.core.operands import normalise
-from flashnorm.jit import JitError, toolchain
+from flashnorm.jit import toolchain
 from flashnorm.program import Variant
 from flashnorm.verify.cases import Case, Shapes
 from flashnorm.verify.problem import make_problem
@@ -178,8 +178,8 @@ class Beside:
 def _there(kernel: recipe.Kernel) -> bool:
     try:
         return backends.artifact(kernel.route, kernel.variant, kernel.arch).lookup() is not None
-    except JitError:
-        return True  # not to be had: its call says why
+    except Exception:
+        return True  # not to be had, for whatever reason: its call says why
 
 
 class Progress:
