@@ -79,6 +79,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=7, help="interleaved repeats, medians are reported")
     parser.add_argument("--threads", type=int, default=2, help="threads of the CPU measurement")
+    parser.add_argument(
+        "--same-buffers", action="store_true", help="one set of buffers, which stays in the caches, as small results do"
+    )
     parser.add_argument("--budget", type=float, default=280.0, help="seconds; what does not fit is skipped")
     parser.add_argument("--json", help="where the report goes")
     parser.add_argument("--commit", default="", help="what the report names, where there is no git")

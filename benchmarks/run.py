@@ -183,6 +183,8 @@ class Run:
         return rows
 
     def _counts(self, bench: Bench, shape: Shape, moved: int) -> tuple[int, int]:
+        if self.args.same_buffers:
+            return 1, count_launches(1, moved)
         size = bench.set_bytes(*shape, self.dtype)
         if self.device.type == "cpu":
             return count_sets(size, _CPU_CACHE, 2 << 30), 0

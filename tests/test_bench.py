@@ -185,6 +185,15 @@ def test_loop_on_the_cpu(tmp_path, capsys, small_cache) -> None:
     assert all(f"**{name}**, bfloat16" in printed for name in some)
 
 
+@pytest.mark.parametrize(("more", "sets"), [([], 3), (["--same-buffers"], 1)])
+def test_buffers_are_rotated_or_the_same(more: list[str], sets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_CPU_CACHE", 1)
+    arguments = ["--device", "cpu", "--routes", "torch", "--peers", "none", "--ops", "rmsnorm", "--repeats", "1"]
+    made = run.Run(bench.parse([*arguments, *more]), [])
+    made.measure(peers.BENCHES["rmsnorm"], (4, 32))
+    assert [row["sets"] for row in made.report["rows"]] == [sets, sets]
+
+
 def test_failing_and_wrong_contenders_are_left_out(monkeypatch: pytest.MonkeyPatch, small_cache) -> None:
     def broken(t):
         raise ImportError("not installed here")
