@@ -10,6 +10,7 @@ import torch
 
 from flashnorm.backends import cpu, guard
 from flashnorm.core import plan
+from flashnorm.core.op import ALL
 from flashnorm.ops.rmsnorm import RMSNORM
 from flashnorm.program import QkLayout, QkNormRope
 
@@ -109,3 +110,29 @@ def test_guards_of_lists_that_are_out_of_step(launch: Callable[..., Any], tensor
         make(launch, 2, 0, 0, 23, *[None] * 23)
     with pytest.raises(ValueError, match="a count is negative"):
         make(launch, 2, -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "makes", "said"),
+    [
+        ("rmsnorm", lambda x: (x, x[0], torch.empty_like(x)), "no"),
+        ("rmsnorm", lambda x: (x[:2], x[3], x[1:3]), "no"),  # rows that overlap are copied before they come here
+        ("rmsnorm", lambda x: (x, torch.ones(64), x), "yes"),
+        ("fused_add_rmsnorm", lambda x: (x, x.clone(), x[0].clone()), "yes"),
+        ("add_rmsnorm", lambda x: (x, x.clone(), torch.empty_like(x), x[0].clone(), torch.empty_like(x)), "no"),
+        ("add_rmsnorm", lambda x: (x, (r := x.clone()), r, x[0].clone(), torch.empty_like(x)), "yes"),
+    ],
+)
+def test_a_launch_knows_whether_it_is_in_place(
+    name: str, makes: Callable[..., Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results that replace what was read do not go past the caches (cpu/grain.h)."""
+    emitted, says = cpu.unit, 'throw value_error() << (operands.in_place() ? "yes" : "no");'
+    launching = "launch_rows(program, operands, enable_pdl);"
+    monkeypatch.setattr(cpu, "unit", lambda *given: emitted(*given).replace(launching, says))
+    op = ALL[name]
+    names = (o.name for o in op.operands if o.name not in op.optional or o.name == "weight")
+    program = op.program(frozenset(names), {"numerics": "flashinfer"})
+    launch = cpu.spec(program, ("float32",) * len(program.operands())).build_and_load()
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        launch(EPS, False, *makes(torch.ones(4, 64)))

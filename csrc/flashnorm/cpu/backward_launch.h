@@ -15,7 +15,7 @@ void launch_backward(const Program& program, const Operands& operands, int64_t w
   const int hidden_size = operands.hidden_size();
   const Streams streams = streams_of(program, operands);
   const int64_t rows = operands.rows();
-  const bool streamed = rows * hidden_size >= cpu::kStreamed;
+  const bool streamed = cpu::passes_caches(operands);
   const auto grain = [&](int64_t elements) { return elements < cpu::kGrain ? cpu::kGrain / elements : 1; };
 
   if (Program::kSums == 0 || streams.own) {

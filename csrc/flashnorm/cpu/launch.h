@@ -13,7 +13,7 @@ void launch_rows(const Program& program, const Operands& operands, bool /* enabl
   const int hidden_size = operands.hidden_size();
   const int64_t rows = operands.rows(), inner = operands.inner();
   const int64_t grain = hidden_size < cpu::kGrain ? cpu::kGrain / hidden_size : 1;
-  const bool streamed = rows * hidden_size >= cpu::kStreamed;
+  const bool streamed = cpu::passes_caches(operands);
   cpu::parallel_rows(operands.grid_rows(), grain, [&](int64_t begin, int64_t end) {
     if (streamed) {
       cpu::forward_rows<cpu::Stream>(program, hidden_size, rows, inner, begin, end);

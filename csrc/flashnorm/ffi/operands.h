@@ -82,6 +82,9 @@ class Operands {
   // up to 16 bytes), 4, 2 or 1. It divides H.
   int width() const { return width_; }
 
+  // Whether a row that is written begins where one that is read does.
+  bool in_place() const { return in_place_; }
+
   // A "row" operand, or a "vec" one: [H], or rows of its own.
   template <class T>
   RowRef<T> row(int index) {
@@ -93,6 +96,7 @@ class Operands {
     RowRef<T> ref{pointer<T>(t), 0, 0};
     if (last == rank_) set_strides(ref, t, index);
     narrow_width(ref.ptr, ref.outer_stride, ref.inner_stride);
+    remember(ref.ptr, !std::is_const_v<T>);
     return ref;
   }
 
@@ -203,6 +207,11 @@ class Operands {
     ref.outer_stride = rank_ == 2 && outer_ > 1 ? t.stride(0) : 0;
   }
 
+  void remember(const void* at, bool written) {
+    for (int i = 0; i < bound_; ++i) in_place_ |= rows_[i].at == at && (rows_[i].written || written);
+    if (bound_ < kRemembered) rows_[bound_++] = {at, written};
+  }
+
   template <class T>
   void narrow_width(T* ptr, int64_t outer_stride, int64_t inner_stride) {
     const uint64_t bits = reinterpret_cast<uintptr_t>(ptr) | uint64_t(outer_stride) * sizeof(T) |
@@ -229,6 +238,13 @@ class Operands {
   int64_t pool_rows_ = 0;
   int hidden_size_;
   int width_;
+  static constexpr int kRemembered = 16;  // more than any program has
+  struct {
+    const void* at;
+    bool written;
+  } rows_[kRemembered];
+  int bound_ = 0;
+  bool in_place_ = false;
 };
 
 }  // namespace flashnorm
