@@ -50,7 +50,7 @@ FN_HOST_DEVICE void widen(float (&v)[N], const Pack<float, N>& pack) {
   FN_UNROLL
   for (int i = 0; i < N; ++i) v[i] = float_of(pack.words[i]);
 #else
-  copy<sizeof(v)>(v, pack.words);
+  copy_bytes<sizeof(v)>(v, pack.words);
 #endif
 }
 
@@ -60,7 +60,7 @@ FN_HOST_DEVICE void narrow(Pack<float, N>& pack, const float (&v)[N]) {
   FN_UNROLL
   for (int i = 0; i < N; ++i) pack.words[i] = bits_of(v[i]);
 #else
-  copy<sizeof(v)>(pack.words, v);
+  copy_bytes<sizeof(v)>(pack.words, v);
 #endif
 }
 

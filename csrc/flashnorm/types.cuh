@@ -66,7 +66,7 @@ struct alignas(N * sizeof(T) >= 16 ? 16 : (N * sizeof(T) + 3) / 4 * 4) Pack {
 // Copies of whole vectors on a host: GCC moves what std::memcpy is asked for 16 bytes at a time on some processors,
 // and a vector that is loaded from two such stores waits for both to reach the cache.
 template <int kBytes>
-FN_HOST_DEVICE void copy(void* to, const void* from) {
+FN_HOST_DEVICE void copy_bytes(void* to, const void* from) {
 #if defined(__CUDACC__)
   std::memcpy(to, from, kBytes);
 #else

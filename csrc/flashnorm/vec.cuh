@@ -96,7 +96,7 @@ FN_HOST_DEVICE void load(Pack<T, N>& pack, const T* from, Whole) {
     load_piece<kBytes>(pack.words + i / 4, reinterpret_cast<const char*>(from) + i);
   }
 #else
-  copy<Pack<T, N>::kBytes>(pack.words, from);
+  copy_bytes<Pack<T, N>::kBytes>(pack.words, from);
 #endif
 }
 
@@ -109,7 +109,7 @@ FN_HOST_DEVICE void store(T* to, const Pack<T, N>& pack, Whole) {
     store_piece<kBytes>(reinterpret_cast<char*>(to) + i, pack.words + i / 4);
   }
 #else
-  copy<Pack<T, N>::kBytes>(to, pack.words);
+  copy_bytes<Pack<T, N>::kBytes>(to, pack.words);
 #endif
 }
 

@@ -72,7 +72,7 @@ FN_HOST_DEVICE void store(T* to, const Pack<T, N>& pack, cpu::Stream) {
     }
   }
 #endif
-  copy<Pack<T, N>::kBytes>(to, pack.words);
+  copy_bytes<Pack<T, N>::kBytes>(to, pack.words);
 }
 
 }  // namespace detail

@@ -128,7 +128,7 @@ class QkTokens {
         widen(gain, raw);
       }
       normalize<Program, kPart>(v, gain, rstd);
-      flashnorm::copy<sizeof(v)>(v_ + col, v);
+      copy_bytes<sizeof(v)>(v_ + col, v);
     });
   }
 
@@ -157,7 +157,7 @@ class QkTokens {
   FN_HOST_DEVICE void put(Out* to) {
     steps([&](int col, auto access) __attribute__((always_inline)) {
       float v[kStep];
-      flashnorm::copy<sizeof(v)>(v, v_ + col);
+      copy_bytes<sizeof(v)>(v, v_ + col);
       put_step(to + col, v, program_.q_scale, access);
     });
   }

@@ -74,7 +74,7 @@ class GradientRow {
 // Terms of a row's sums that are in memory already, as canonical_sum asks for them. Beyond the row they are +0.
 struct Terms {
   const float* terms;
-  FN_HOST_DEVICE void whole(float (&t)[kStep], int col) const { copy<sizeof(t)>(t, terms + col); }
+  FN_HOST_DEVICE void whole(float (&t)[kStep], int col) const { copy_bytes<sizeof(t)>(t, terms + col); }
   FN_HOST_DEVICE void part(float (&t)[kStep], int col, int) const { whole(t, col); }
 };
 

@@ -38,11 +38,11 @@ FN_HOST_DEVICE V splat(float x) { return x - V{}; }  // not V{} + x, which makes
 
 FN_HOST_DEVICE V load(const float* from) {
   V v;
-  copy<sizeof(v)>(&v, from);
+  copy_bytes<sizeof(v)>(&v, from);
   return v;
 }
 
-FN_HOST_DEVICE void store(float* to, V v) { copy<sizeof(v)>(to, &v); }
+FN_HOST_DEVICE void store(float* to, V v) { copy_bytes<sizeof(v)>(to, &v); }
 
 // a * b + c, rounded once.
 FN_HOST_DEVICE V fma(V a, V b, V c) {
