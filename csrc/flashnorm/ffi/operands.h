@@ -83,7 +83,14 @@ class Operands {
   int width() const { return width_; }
 
   // Whether a row that is written begins where one that is read does.
-  bool in_place() const { return in_place_; }
+  bool in_place() const {
+    for (int i = 1; i < bound_; ++i) {
+      for (int j = 0; j < i; ++j) {
+        if (rows_[i].at == rows_[j].at && (rows_[i].written || rows_[j].written)) return true;
+      }
+    }
+    return false;
+  }
 
   // A "row" operand, or a "vec" one: [H], or rows of its own.
   template <class T>
@@ -208,7 +215,6 @@ class Operands {
   }
 
   void remember(const void* at, bool written) {
-    for (int i = 0; i < bound_; ++i) in_place_ |= rows_[i].at == at && (rows_[i].written || written);
     if (bound_ < kRemembered) rows_[bound_++] = {at, written};
   }
 
@@ -244,7 +250,6 @@ class Operands {
     bool written;
   } rows_[kRemembered];
   int bound_ = 0;
-  bool in_place_ = false;
 };
 
 }  // namespace flashnorm
